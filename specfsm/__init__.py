@@ -1,0 +1,80 @@
+"""specfsm: the switch between a target's and a draft's KV cache, as a state machine.
+
+The public names are imported when they are first used, so that `specfsm.states` and `specfsm.domain` stay free of
+torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specfsm.backends.backend import Backend, Sizes, backend_for, register
+    from specfsm.backends.flash_mla import FlashMLA
+    from specfsm.backends.resource import Alias, Cache, Plan, Pointer, Shared, Staged, Table
+    from specfsm.backends.trtllm import Trtllm
+    from specfsm.domain import AddressSpace, Batch, Domain, Geometry, KVManager, RowOrder, UnifiedCache, Unit
+    from specfsm.errors import (
+        GraphContractBroken,
+        IllegalTransition,
+        IncompleteBackend,
+        InvalidTable,
+        NestedPhase,
+        PendingTransfer,
+        RefreshDeclined,
+        RestoreFailed,
+        SpecFSMError,
+        StaleResource,
+        TargetMutated,
+        UnknownMetadata,
+        WrongThread,
+    )
+    from specfsm.orchestrator import Contract, Orchestrator
+    from specfsm.states.phase import Phase
+    from specfsm.trace import Trace
+    from specfsm.verify import Check
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "backends.backend": ("Backend", "Sizes", "backend_for", "register"),
+    "backends.flash_mla": ("FlashMLA",),
+    "backends.resource": ("Alias", "Cache", "Plan", "Pointer", "Shared", "Staged", "Table"),
+    "backends.trtllm": ("Trtllm",),
+    "domain": ("AddressSpace", "Batch", "Domain", "Geometry", "KVManager", "RowOrder", "UnifiedCache", "Unit"),
+    "errors": (
+        "GraphContractBroken",
+        "IllegalTransition",
+        "IncompleteBackend",
+        "InvalidTable",
+        "NestedPhase",
+        "PendingTransfer",
+        "RefreshDeclined",
+        "RestoreFailed",
+        "SpecFSMError",
+        "StaleResource",
+        "TargetMutated",
+        "UnknownMetadata",
+        "WrongThread",
+    ),
+    "orchestrator": ("Contract", "Orchestrator"),
+    "states.phase": ("Phase",),
+    "trace": ("Trace",),
+    "verify": ("Check",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    *_HOME,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'specfsm' has no attribute {name!r}")
+    return getattr(import_module(f"specfsm.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *_HOME))

@@ -1,0 +1,255 @@
+"""One cache domain of a bound backend: its buffers and values, and how to refresh what is stale in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from specfsm.backends.backend import Backend, attribute_in, new_buffer, shape_in
+from specfsm.backends.resource import Alias, Buffer, Cache, DomainView, Plan, Pointer, Resource, Shared, Staged, Table
+from specfsm.backends.staging import Event, StagingRing
+from specfsm.domain import Batch, Domain, KVManager
+from specfsm.errors import UnknownMetadata
+from specfsm.kernels.refresh import RefreshLaunch
+from specfsm.states.resource import Ledger, bits
+
+__all__ = ["Binding"]
+
+
+class Binding:
+    """A backend's resources in one domain.
+
+    Args:
+        backend: the declaration.
+        domain: which of the two.
+        metadata: carries the device buffers under the declared attributes.
+        manager: the domain's KV manager.
+        axes: extents of the symbolic axes in this domain.
+        device: where buffers that the metadata does not carry are made.
+        event: makes staging events; for tests.
+
+    Attributes:
+        values: by place, what a switch puts on the metadata: buffers, references, views; None where none is made yet.
+        hosts: by place, the host half of a Staged that was filled last.
+
+    Raises:
+        UnknownMetadata: an attribute is missing, or a buffer has not the declared dtype or shape.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        domain: Domain,
+        metadata: Any,
+        manager: KVManager,
+        axes: Mapping[str, int],
+        device: torch.device,
+        event: Callable[[], Event] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.domain = domain
+        self.view = DomainView(domain, manager, manager.geometry, None, axes)
+        self.present = [domain in resource.domains for resource in backend.resources]
+        self.values: list[Any] = [None] * len(backend.resources)
+        self.rings: dict[int, StagingRing] = {}
+        self.hosts: dict[int, torch.Tensor] = {}
+        offenders = self._bind_buffers(metadata, device, event)
+        if offenders:
+            raise UnknownMetadata(
+                f"{type(metadata).__qualname__} cannot be switched by {backend.name}",
+                tuple(offenders),
+                "let backend.allocate(metadata, target, draft, sizes, device) make them, or correct the engine's",
+            )
+        self.tasks = self._tasks()
+        self.launch = self._new_launch()
+        self.before, self.launched, self.after = self._stages()
+
+    @property
+    def manager(self) -> KVManager:
+        return self.view.manager
+
+    @property
+    def batch(self) -> Batch | None:
+        return self.view.batch
+
+    def see(self, batch: Batch | None) -> None:
+        """Take `batch` as the one that refreshes derive from."""
+        self.view = evolve(self.view, batch=batch)
+
+    def _bind_buffers(self, metadata: Any, device: torch.device, event: Callable[[], Event] | None) -> list[str]:
+        offenders: list[str] = []
+        for place, resource in enumerate(self.backend.resources):
+            if not isinstance(resource, Buffer) or not self.present[place]:
+                continue
+            attribute = attribute_in(resource, self.domain)
+            if attribute is None:
+                self.values[place] = new_buffer(resource, self.view.axes, device)
+            else:
+                self.values[place] = getattr(metadata, attribute, None)
+                offenders += misfits(resource, attribute, self.values[place], self.view.axes, self.domain)
+            if isinstance(resource, Staged) and not offenders:
+                buffer = self.values[place]
+                self.rings[place] = StagingRing(resource.name, tuple(buffer.shape), buffer.dtype, buffer.device, event)
+        return offenders
+
+    def _tasks(self) -> dict[int, int]:
+        """Place of each recipe resource → its bit in the launch's mask."""
+        places = [
+            place
+            for place, resource in enumerate(self.backend.resources)
+            if isinstance(resource, Buffer) and resource.recipe is not None and self.present[place]
+        ]
+        return {place: 1 << task for task, place in enumerate(places)}
+
+    def _new_launch(self) -> RefreshLaunch | None:
+        resources = self.backend.resources
+        recipes = {resources[place].name: resources[place].recipe for place in self.tasks}  # type: ignore[attr-defined]  # _tasks holds Buffers
+        tensors = {
+            resource.name: value
+            for resource, value in zip(resources, self.values, strict=True)
+            if isinstance(value, torch.Tensor)
+        }
+        return RefreshLaunch(recipes, tensors, self.view.geometry) if recipes else None
+
+    def _stages(self) -> tuple[int, int, int]:
+        """Masks of what is refreshed before the launch, in it, and after it."""
+        before = launched = after = 0
+        behind: set[str] = set()
+        for place, resource in enumerate(self.backend.resources):
+            bit = 1 << place
+            sources = {*resource.reads, *((resource.of,) if isinstance(resource, Alias) else ())}
+            if place in self.tasks:
+                launched |= bit
+            elif sources & behind:
+                after |= bit
+            else:
+                before |= bit
+                continue
+            behind.add(resource.name)
+        return before, launched, after
+
+    def refresh(self, mask: int, ledger: Ledger) -> tuple[int, int]:
+        """Refresh these resources, producers first, all recipes in one launch.
+
+        Returns:
+            (what was written, what declined). A reader of something that declined is not refreshed at all.
+        """
+        written, declined = self._one_by_one(mask & self.before, ledger, 0)
+        tasks = mask & self.launched & ~_readers(ledger, declined)
+        if tasks and self.launch is not None:
+            self.launch(sum(self.tasks[place] for place in bits(tasks)))
+            written |= tasks
+        more, refused = self._one_by_one(mask & self.after, ledger, declined)
+        return written | more, declined | refused
+
+    def _one_by_one(self, mask: int, ledger: Ledger, declined: int) -> tuple[int, int]:
+        written = 0
+        for place in bits(mask):
+            bit = 1 << place
+            if bit & _readers(ledger, declined):
+                continue
+            resource = self.backend.resources[place]
+            if WRITERS[type(resource)](self, place, resource) is None:
+                declined |= bit
+            else:
+                written |= bit
+        return written, declined
+
+    def rebind(self, place: int, tensor: torch.Tensor) -> None:
+        """Take `tensor` as the domain's buffer from now on."""
+        resource = self.backend.resources[place]
+        if not isinstance(resource, Buffer):
+            raise TypeError(
+                f"{resource.name} is a {resource.kind}: only a Table, Staged or Shared has a buffer to bind"
+            )
+        offenders = misfits(resource, resource.name, tensor, self.view.axes, self.domain)
+        if offenders:
+            raise ValueError("; ".join(offenders))
+        if self.launch is not None:
+            self.launch.rebind(resource.name, tensor)
+        self.values[place] = tensor
+
+
+def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int], domain: Domain) -> list[str]:
+    """What is wrong with the buffer that `attribute` carries: nothing there, dtype, or shape."""
+    wanted = shape_in(resource, axes)
+    axis_names = ", ".join(str(axis) for axis in resource.shape)
+    if not isinstance(value, torch.Tensor):
+        return [f"{attribute} [{domain}] is missing: a {resource.dtype} tensor [{axis_names}] = {list(wanted)} is due"]
+    found = str(value.dtype).removeprefix("torch.")
+    faults = []
+    if found != resource.dtype:
+        faults.append(f"{attribute} [{domain}] has the dtype {found}, not {resource.dtype}")
+    if tuple(value.shape) != wanted:
+        faults.append(f"{attribute} [{domain}] has the shape {list(value.shape)}, not [{axis_names}] = {list(wanted)}")
+    if value.is_inference():
+        faults.append(
+            f"{attribute} [{domain}] was made in inference mode, which has no version counters; make it outside"
+        )
+    return faults
+
+
+def _readers(ledger: Ledger, mask: int) -> int:
+    """Everything derived from any of these."""
+    readers, first = 0, len(ledger.inputs)
+    for place in bits(mask):
+        readers |= ledger.readers[first + place]
+    return readers
+
+
+# How each kind is written. Each returns what it wrote; None says that it declined.
+
+
+def _write_pointer(binding: Binding, place: int, resource: Pointer) -> Any:
+    value = resource.of(binding.view)
+    if value is not None:
+        binding.values[place] = value
+    return value
+
+
+def _write_alias(binding: Binding, place: int, resource: Alias) -> Any:
+    source = binding.values[binding.backend.resources.index(binding.backend.by_name[resource.of])]
+    value = resource.derive(source, binding.view)
+    if value is not None:
+        binding.values[place] = value
+    return value
+
+
+def _write_buffer(binding: Binding, place: int, resource: Buffer) -> Any:
+    assert resource.refresh is not None, "a buffer without recipe or fill has a refresh: checked at declaration"
+    return resource.refresh(binding.view, binding.values[place])
+
+
+def _write_staged(binding: Binding, place: int, resource: Staged) -> Any:
+    buffer = binding.rings[place].take()
+    host = buffer.fill()
+    try:
+        filled = resource.fill(binding.view, host)
+    except BaseException:
+        buffer.abandon()
+        raise
+    if filled is None:
+        buffer.abandon()
+        return None
+    buffer.submit(binding.values[place])
+    binding.hosts[place] = host
+    return binding.values[place]
+
+
+def _drop_value(binding: Binding, place: int, resource: Resource) -> Any:
+    binding.values[place] = None
+    return resource
+
+
+WRITERS: Mapping[type[Resource], Callable[[Binding, int, Any], Any]] = {
+    Pointer: _write_pointer,
+    Alias: _write_alias,
+    Table: _write_buffer,
+    Staged: _write_staged,
+    Shared: _write_buffer,
+    Plan: _drop_value,
+    Cache: _drop_value,
+}

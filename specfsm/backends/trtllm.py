@@ -1,0 +1,143 @@
+"""Plain paged attention, bound to the attribute names of TensorRT-LLM's ``TrtllmAttentionMetadata``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specfsm.backends.backend import Backend
+from specfsm.backends.resource import Alias, DomainView, Pointer, Resource, Staged, Table
+from specfsm.domain import AddressSpace, Unit
+from specfsm.kernels.recipes import GatherTable
+
+__all__ = ["LENGTHS", "SOURCES", "SWITCHED", "Trtllm"]
+
+
+# How the staged buffers are filled. Each writes the whole host buffer, padding included, and returns it.
+
+
+def fill_base(view: DomainView, host: torch.Tensor) -> torch.Tensor:
+    """The manager's own table, after it was put in batch order if its rows follow the batch."""
+    view.rows()
+    return host.copy_(view.manager.host_block_offsets)
+
+
+def fill_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
+    """Row of the batch → row of the manager's table; -1 in padded rows."""
+    return _pad(host, view.rows(), -1)
+
+
+def fill_kv_lens(view: DomainView, host: torch.Tensor) -> torch.Tensor:
+    return _pad(host, view.batch.kv_lens if view.batch else (), 0)
+
+
+def fill_seq_lens(view: DomainView, host: torch.Tensor) -> torch.Tensor:
+    return _pad(host, view.batch.tokens if view.batch else (), 0)
+
+
+def _pad(host: torch.Tensor, live: Any, sentinel: int) -> torch.Tensor:
+    host[: len(live)] = torch.tensor(tuple(live), dtype=host.dtype)
+    host[len(live) :] = sentinel
+    return host
+
+
+def _num_seqs(view: DomainView) -> int:
+    return len(view.batch) if view.batch is not None else 0
+
+
+def runtime(of: str) -> Alias:
+    """``<name>_runtime``: the live rows of a padded buffer."""
+    return Alias(
+        f"{of}_runtime",
+        of=of,
+        reads=("batch",),
+        derive=lambda buffer, view: buffer[: _num_seqs(view)],
+        note="view [:num_seqs]",
+    )
+
+
+# What every paged backend is derived from, declared once.
+
+SOURCES: tuple[Resource, ...] = (
+    Pointer("kv_cache_manager", reads=("manager",), of=lambda view: view.manager),
+    Pointer(
+        "host_kv_cache_block_offsets",
+        reads=("manager",),
+        of=lambda view: view.manager.host_block_offsets,
+        note="pinned, owned by the manager",
+    ),
+    Pointer(
+        "host_kv_cache_pool_pointers",
+        reads=("manager",),
+        of=lambda view: tuple(view.manager.pool_pointers),
+        note="baked into a captured graph",
+    ),
+    Pointer("tokens_per_block", reads=("manager",), of=lambda view: view.geometry.tokens_per_block),
+    Staged(
+        "base_block_offsets",
+        reads=("manager", "blocks", "batch"),
+        attribute=None,
+        dtype="int32",
+        shape=("P", "R", "Q", "B"),
+        space=AddressSpace("kv", Unit.ENTRY),
+        sentinel=-1,
+        fill=fill_base,
+        note="device copy of the manager's table, still encoded",
+    ),
+    Staged(
+        "row_index",
+        reads=("manager", "blocks", "batch"),
+        attribute=None,
+        dtype="int32",
+        shape=("S",),
+        space=AddressSpace("kv", Unit.ROW),
+        sentinel=-1,
+        fill=fill_rows,
+        note="where the manager keeps each row of the batch; -1 pads",
+    ),
+)
+
+LENGTHS: tuple[Resource, ...] = (
+    Staged(
+        "kv_lens_cuda",
+        reads=("batch", "lengths"),
+        dtype="int32",
+        shape=("S",),
+        host_attribute="kv_lens",
+        fill=fill_kv_lens,
+        note="tokens in the cache, the phase's own included",
+    ),
+    Staged(
+        "_seq_lens_cuda",
+        reads=("batch", "layout"),
+        dtype="int32",
+        shape=("S",),
+        host_attribute="_seq_lens",
+        fill=fill_seq_lens,
+        note="tokens of each request in the phase",
+    ),
+    Pointer("num_contexts", reads=("batch",), of=lambda view: view.batch.num_contexts if view.batch else 0),
+    runtime("kv_lens_cuda"),
+    runtime("_seq_lens_cuda"),
+)
+
+KV_TABLE = Table(
+    "kv_cache_block_offsets",
+    reads=("base_block_offsets", "row_index"),
+    dtype="int32",
+    shape=("P", "S", "Q", "B"),
+    space=AddressSpace("kv", Unit.PAGE),
+    sentinel=0,
+    recipe=GatherTable(base="base_block_offsets", rows="row_index", unit=Unit.PAGE, planes=True, sentinel=0),
+    note="K plane, V plane",
+)
+
+SWITCHED = (*SOURCES, *LENGTHS, KV_TABLE)
+
+
+class Trtllm(Backend):
+    """Plain paged attention: one block table with a K and a V plane, lengths, and what points at the manager."""
+
+    def __init__(self) -> None:
+        super().__init__("trtllm", SWITCHED)

@@ -1,0 +1,265 @@
+"""One class for each mistake. Each carries its facts as attributes; its message says what would mend it.
+
+Definition time: `InvalidTable`, `IncompleteBackend`, `UnknownMetadata`. Run time, all `IllegalTransition`: the
+machine refused, and state, metadata and stamps are as they were. Terminal: `RestoreFailed`, an exception group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = [
+    "GraphContractBroken",
+    "IllegalTransition",
+    "IncompleteBackend",
+    "InvalidTable",
+    "NestedPhase",
+    "PendingTransfer",
+    "RefreshDeclined",
+    "RestoreFailed",
+    "SpecFSMError",
+    "StaleResource",
+    "TargetMutated",
+    "UnknownMetadata",
+    "WrongThread",
+]
+
+
+class SpecFSMError(Exception):
+    """Everything that specfsm raises of its own."""
+
+
+@define(auto_exc=True, eq=False)
+class InvalidTable(SpecFSMError, ValueError):
+    """A transition table breaks one of the rules in `specfsm.states.table`."""
+
+    table: str
+    offenders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return _lines(f"the {self.table} table is not a machine", self.offenders)
+
+
+@define(auto_exc=True, eq=False)
+class IncompleteBackend(SpecFSMError, TypeError):
+    """A backend's declaration leaves something open: an action, a name, an input, an address space."""
+
+    backend: str
+    offenders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return _lines(f"backend {self.backend} is not fully declared", self.offenders)
+
+
+@define(auto_exc=True, eq=False)
+class UnknownMetadata(SpecFSMError, TypeError):
+    """The metadata (or a manager) is not one that a backend can switch. Never passed over in silence."""
+
+    subject: str
+    offenders: tuple[str, ...]
+    remedy: str
+
+    def __str__(self) -> str:
+        return _lines(self.subject, (*self.offenders, f"to mend: {self.remedy}"))
+
+
+@define(auto_exc=True, eq=False)
+class IllegalTransition(SpecFSMError, RuntimeError):
+    """An event was refused. State, metadata and stamps are as they were.
+
+    Attributes:
+        state: the state the machine is (still) in.
+        event: the event that was refused.
+        to: the state it would have led to; None where the table has no such row.
+        legal: the events that the state accepts.
+    """
+
+    state: Enum
+    event: str
+    to: Enum | None = None
+    legal: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def arrow(self) -> str:
+        return f"{self.state.name} --{self.event}--> {self.to.name if self.to else '?'} refused"
+
+    def reasons(self) -> tuple[str, ...]:
+        """What was found, one fact a line, then what would mend it."""
+        expected = ", ".join(self.legal) or "nothing: the state has no exits"
+        return (f"{self.state.name} accepts {expected}",)
+
+    def __str__(self) -> str:
+        return _lines(self.arrow, self.reasons())
+
+
+@define(auto_exc=True, eq=False)
+class NestedPhase(IllegalTransition):
+    """The draft phase was entered while it is active. The first entry's originals would be lost."""
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            "the draft phase is active already; entering it again would record draft tables as the target's",
+            "to mend: leave it first (end the with block, or call restore()); draft_step() makes the next draft token",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class WrongThread(IllegalTransition):
+    """An event came from a thread other than the one that drives this orchestrator."""
+
+    owner: str = field(default="", kw_only=True)
+    caller: str = field(default="", kw_only=True)
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            f"thread {self.caller!r} fired it, but thread {self.owner!r} drives this orchestrator",
+            "one metadata object serves one cache at a time: use one thread, or hand it over with fsm.adopt() in IDLE",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class StaleResource(IllegalTransition):
+    """A resource that the event needs was not refreshed since one of its inputs moved.
+
+    Attributes:
+        resource, domain: what is stale.
+        moved: input → (version at the last refresh, version now).
+        never: it was never refreshed at all.
+        misbound: the metadata still carries the other cache's value.
+        tampered: "written" or "rebound" without the machine being told (check level "tensors").
+        resources: every stale resource, this one first.
+    """
+
+    backend: str = field(default="", kw_only=True)
+    resource: str = field(default="", kw_only=True)
+    domain: Any = field(default=None, kw_only=True)
+    moved: dict[str, tuple[int, int]] = field(factory=dict, kw_only=True)
+    never: bool = field(default=False, kw_only=True)
+    misbound: bool = field(default=False, kw_only=True)
+    tampered: str = field(default="", kw_only=True)
+    resources: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def place(self) -> str:
+        return f"{self.backend}.{self.resource} [{self.domain}]"
+
+    @property
+    def cause(self) -> str:
+        if self.tampered:
+            return f"was {self.tampered} behind the machine's back since its last refresh"
+        if self.misbound:
+            return "still holds the other cache's value: its switch did not happen"
+        if self.never:
+            return f"was never refreshed (it is derived from {', '.join(self.moved)})"
+        moves = ", ".join(f"{name} moved {was} → {now}" for name, (was, now) in self.moved.items())
+        return f"is stale: {moves or 'it was edited'} since its last refresh"
+
+    def reasons(self) -> tuple[str, ...]:
+        others = [name for name in self.resources if name != self.resource]
+        also = (f"stale beside it: {', '.join(others)}",) if others else ()
+        return (f"{self.place} {self.cause}", *also, f"to mend: {self.remedy}")
+
+    @property
+    def remedy(self) -> str:
+        if self.tampered:
+            return f"declare it: dirty({self.resource!r}) for an edit, publish for a refresh, bind for another buffer"
+        if self.misbound:
+            return f"let the transition switch {self.resource}; do not drop its action"
+        return (
+            f"refresh it before this event: drop no refresh of {self.resource}, or, if the engine writes it itself, "
+            f"publish({self.resource!r}, tensor, domain={str(self.domain).upper()})"
+        )
+
+
+@define(auto_exc=True, eq=False)
+class RefreshDeclined(StaleResource):
+    """A resource's refresh ran and returned nothing: it wrote nothing, so the resource is as stale as before."""
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            f"{self.place} {self.cause}",
+            "its refresh ran and returned nothing (declined)",
+            "to mend: make the refresh return what it wrote, or find out why it could not write",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class TargetMutated(IllegalTransition):
+    """A target resource was written, rebound or edited while the draft phase was active."""
+
+    backend: str = field(default="", kw_only=True)
+    resource: str = field(default="", kw_only=True)
+    how: str = field(default="written", kw_only=True)
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            f"{self.backend}.{self.resource} [target] was {self.how} during the draft phase",
+            "the target would read what the draft left there",
+            "to mend: write the draft's twin instead",
+            f"to go on now: dirty({self.resource!r}, TARGET), then restore(); the next target_prepare rewrites it",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class GraphContractBroken(IllegalTransition):
+    """A graph would read something else than it was recorded with.
+
+    Attributes:
+        key: the graph's key.
+        broken: one line for each (resource, domain) or bound that differs.
+    """
+
+    key: Any = field(default=None, kw_only=True)
+    broken: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            *(f"graph {self.key}: {line}" for line in self.broken),
+            "to mend: record the graph again, or run eagerly",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class PendingTransfer(IllegalTransition):
+    """A staging buffer was written, or read back, while its copy is in flight."""
+
+    resource: str = field(default="", kw_only=True)
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            f"the staging buffer of {self.resource} still feeds a copy that has not landed",
+            "writing it now would change what the device receives",
+            "to mend: wait for its event, or stage into the other buffer of the ring",
+        )
+
+
+class RestoreFailed(SpecFSMError, ExceptionGroup):
+    """A transition failed, and undoing it failed too. The machine is FAULTED; both errors are in the group."""
+
+    def __new__(cls, event: str, errors: Sequence[Exception]) -> Self:
+        message = (
+            f"{event} failed and could not be undone: the metadata is neither target's nor draft's"
+            " (to mend: rebuild or repair the metadata, then reset())"
+        )
+        group = super().__new__(cls, message, errors)
+        group.event = event
+        return group
+
+    def __init__(self, event: str, errors: Sequence[Exception]) -> None:
+        super().__init__(event, errors)
+
+    event: str
+
+    def derive(self, excs: Sequence[Exception]) -> RestoreFailed:  # type: ignore[override]  # a group of Exceptions
+        return RestoreFailed(self.event, excs)
+
+
+def _lines(head: str, facts: Sequence[str]) -> str:
+    return "\n  ".join((head, *facts))

@@ -1,0 +1,541 @@
+"""What a decode loop holds: the machine that drives (or guards) the switch between two KV caches.
+
+The protocol of every transition, in order: 1. look the row up; 2. admission; 3. activate; 4. refresh what is stale,
+all tables in one launch; 5. verify that all the row requires is fresh; 6. commit and trace. An exception in 3 to 6
+undoes them in reverse and is raised again, so the engine is where it was. Only a failed undo is worse: FAULTED.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+
+from specfsm.backends.backend import Backend, backend_for, infer_sizes
+from specfsm.backends.binding import Binding
+from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer
+from specfsm.backends.script import Script
+from specfsm.backends.staging import Event
+from specfsm.domain import Batch, Domain, KVManager, UnifiedCache
+from specfsm.errors import IllegalTransition, NestedPhase, RestoreFailed, UnknownMetadata, WrongThread
+from specfsm.explain import Explanation, explain
+from specfsm.states.machine import Arc, Compiled, build, compile_machine
+from specfsm.states.phase import PHASE, Phase
+from specfsm.states.resource import Saved, bits
+from specfsm.states.table import Move, Requirement
+from specfsm.switch import Carried, Switch
+from specfsm.trace import Trace
+from specfsm.verify import Check, mutation, require_untampered, staleness
+
+__all__ = ["Contract", "DraftWindow", "Orchestrator"]
+
+TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
+DRAFT_PHASES = (Phase.DRAFT_FORWARD, Phase.DRAFT_REPLAY)
+PATHS = {
+    "target_prepare": Path.PREPARE,
+    "draft_forward": Path.EAGER,
+    "draft_step": Path.PREPARE,
+    "draft_replay": Path.REPLAY,
+    "restore": Path.RESTORE,
+}
+
+
+class Contract(Protocol):
+    """An admission rule, of an engine or of a later contract. It is asked before anything changes.
+
+    Attributes:
+        events: the events it is asked for.
+    """
+
+    events: Iterable[str]
+
+    def admit(self, fsm: Orchestrator, event: str, batch: Batch | None) -> None:
+        """Raise an `IllegalTransition` to refuse `event`."""
+
+
+@frozen
+class _Before:
+    """What a transition found, should it have to be undone."""
+
+    ledger: Saved
+    carried: Carried
+    views: tuple[DomainView, ...]
+    values: tuple[list[Any], ...]
+
+
+class DraftWindow:
+    """The draft phase as a ``with`` block: left by return or by exception, the target is restored."""
+
+    __slots__ = ("fsm", "opened")
+
+    def __init__(self, fsm: Orchestrator, opened: bool) -> None:
+        self.fsm = fsm
+        self.opened = opened
+
+    def __enter__(self) -> Orchestrator:
+        return self.fsm
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self.opened and self.fsm.state in DRAFT_PHASES:
+            self.fsm.restore()
+
+
+class Orchestrator:
+    """Drives the phase machine over one attention-metadata object that serves two KV caches in turn.
+
+    Args:
+        metadata: carries the device buffers under the attributes that the backend declares, draft twins included.
+        backend: what the metadata holds; by default the one registered for its type.
+        target: the target's KV manager.
+        draft: the draft's, or a `UnifiedCache` that says why it shares the target's.
+        check: "off", "stamps" or "tensors"; by default ``SPECFSM_CHECK``, else "stamps".
+        contracts: admission rules, asked before anything changes.
+        observer: has ``on_enter_<phase>``, ``on_exit_<phase>``, ``before_<event>``, ``after_<event>`` methods. One that
+            raises undoes the transition.
+        guard: the engine switches and refreshes by itself and reports with `publish`; the machine only judges.
+        drop: resources (or (resource, domain) pairs) whose refresh is left out: fault injection, for tests and demos.
+        trace: where transitions are noted; by default a ring of the last 4096.
+        event: makes the events that guard staging copies; for tests.
+
+    Raises:
+        UnknownMetadata: nothing is registered for the metadata's type, or a buffer or twin is missing or misshapen.
+
+    One thread drives it: the one that made it, or whichever calls `adopt` in IDLE.
+    """
+
+    def __init__(
+        self,
+        metadata: Any,
+        *,
+        backend: Backend | None = None,
+        target: KVManager,
+        draft: KVManager | UnifiedCache,
+        check: str | Check | None = None,
+        contracts: Sequence[Contract] = (),
+        observer: object = None,
+        guard: bool = False,
+        drop: Iterable[str | tuple[str, Domain]] = (),
+        trace: Trace | None = None,
+        event: Callable[[], Event] | None = None,
+    ) -> None:
+        self.metadata = metadata
+        self.backend = backend or backend_for(metadata)
+        self.check = Check.named(check if check is not None else os.environ.get("SPECFSM_CHECK", "stamps"))
+        self.guard = guard
+        self.unified = draft if isinstance(draft, UnifiedCache) else self.backend.unified
+        self.ledger = self.backend.ledger()
+        self.bindings = self._bind(target, target if self.unified else draft, event)
+        self.switch = Switch(metadata, *self.bindings, self._masks(drop))
+        self.machine = Compiled(PHASE, compile_machine(build(PHASE, observer), PHASE))
+        self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in PHASE.events}
+        self.trace = trace if trace is not None else Trace()
+        self.trace.names = self.ledger.names
+        resources = self.backend.resources
+        self.carried = tuple(resource.attribute for resource in resources if resource.attribute)
+        self.seen = tuple([-1] * len(resources) for _ in Domain)
+        self.declined = [0 for _ in Domain]
+        self._lazy = self.ledger.mask(each.name for each in resources if each.lazy)
+        self._made = self._lazy | self.ledger.mask(
+            each.name for each in resources if isinstance(each, Pointer | Alias) or len(each.attributes) > 1
+        )
+        self._mutated = 0
+        self._pulled = [(-1, -1, -1) for _ in Domain]
+        self._owner = threading.current_thread()
+
+    def _bind(self, target: Any, draft: Any, event: Callable[[], Event] | None) -> tuple[Binding, Binding]:
+        _require_manager("target", target)
+        _require_manager("draft", draft)
+        sizes, device = infer_sizes(self.backend, self.metadata)
+        bindings = [Binding(self.backend, TARGET, self.metadata, target, sizes.axes(target), device, event)]
+        if draft is not target:
+            bindings.append(Binding(self.backend, DRAFT, self.metadata, draft, sizes.axes(draft), device, event))
+        for binding in bindings:
+            self._bind_all(binding)
+        return bindings[0], bindings[-1]
+
+    def _bind_all(self, binding: Binding) -> None:
+        """Everything in this domain is bound, and nothing is known of its contents."""
+        for place, resource in enumerate(self.backend.resources):
+            if binding.present[place] and not resource.lazy:
+                self.ledger.bind(binding.domain, place)
+
+    def _masks(self, drop: Iterable[str | tuple[str, Domain]]) -> tuple[int, int]:
+        masks = [0, 0]
+        for item in drop:
+            name, domains = (item, tuple(Domain)) if isinstance(item, str) else (item[0], (item[1],))
+            self.backend.resource(name)
+            for domain in domains:
+                masks[domain] |= self.ledger.mask([name])
+        return masks[0], masks[1]
+
+    # The events.
+
+    @property
+    def state(self) -> Phase:
+        """The phase the machine is in."""
+        state: Phase = self.machine.state
+        return state
+
+    @property
+    def domain(self) -> Domain:
+        """The cache that the metadata serves now."""
+        return self.switch.active.domain
+
+    def target_prepare(self, batch: Batch | None = None) -> None:
+        """Make the metadata the target's, fresh for `batch` (by default the same as last time)."""
+        self._fire("target_prepare", self.switch.target, batch or self.switch.target.batch)
+
+    def draft_forward(self, batch: Batch | None = None) -> DraftWindow:
+        """Switch to the draft's cache. Use it as a ``with`` block, or call `restore` when the draft is done.
+
+        Args:
+            batch: what the draft's first pass runs; by default the target's batch.
+        """
+        opened = self.machine.state not in DRAFT_PHASES
+        self._fire("draft_forward", self.switch.draft, batch or self.switch.target.batch)
+        return DraftWindow(self, opened)
+
+    def draft_step(self, batch: Batch | None = None) -> None:
+        """The next draft token: re-derive what reads lengths or layout.
+
+        Args:
+            batch: by default the last one's `Batch.next_step`: one more token each.
+        """
+        now = self.switch.draft.batch
+        self._fire("draft_step", self.switch.draft, batch or (now.next_step() if now is not None else None))
+
+    def restore(self) -> None:
+        """Give the target its own values back. Nothing is refilled: the target kept its own buffers."""
+        self._fire("restore", self.switch.target)
+
+    def finish(self) -> None:
+        """The loop ends or pauses."""
+        self._fire("finish", self.switch.target)
+
+    def reset(self) -> None:
+        """Leave FAULTED: the target's values are bound again, and everything is stale in both domains."""
+        self._find("reset")
+        self.switch.reset()
+        for binding in dict.fromkeys(self.bindings):
+            self._bind_all(binding)
+            self.ledger.unbind(binding.domain, self._lazy)
+        self._mutated = 0
+        self.machine.fire("reset")
+
+    def adopt(self) -> None:
+        """Let the calling thread drive from now on. Only in IDLE: elsewhere a phase is half way."""
+        if self.machine.state is not Phase.IDLE:
+            raise IllegalTransition(self.machine.state, "adopt", legal=PHASE.legal(self.machine.state))
+        self._owner = threading.current_thread()
+
+    # What the engine reports.
+
+    def publish(self, resource: str, value: Any, domain: Domain | None = None) -> None:
+        """Report that `resource` was written: the one primitive that stamps.
+
+        Args:
+            resource: its name.
+            value: what was written: the bound buffer itself, or the new plan, reference or view. None says that the
+                refresh declined, and stamps nothing.
+            domain: in which cache; by default the one that is served now.
+
+        Raises:
+            ValueError: a buffer other than the bound one was written; `bind` it first.
+        """
+        binding, place = self._place(resource, domain)
+        kind = self.backend.resources[place]
+        if value is None:
+            self.declined[binding.domain] |= 1 << place
+            return
+        if isinstance(kind, Buffer):
+            _require_bound(resource, binding, place, value)
+            self._note_overwrite(binding, place)
+        else:
+            binding.values[place] = value
+            self.switch.carry(binding, 1 << place)
+        if kind.lazy:
+            self.ledger.bind(binding.domain, place)
+        self._stamp(binding, 1 << place)
+
+    def dirty(self, resource: str, domain: Domain | None = None) -> None:
+        """Declare an in-place edit: the resource, and what is derived from it, is stale until refreshed."""
+        binding, place = self._place(resource, domain)
+        self.ledger.move(binding.domain, resource)
+        self._note_versions(binding, 1 << place)
+        if binding is self.switch.target:
+            self._mutated &= ~(1 << place)
+
+    def moved(self, source: str, domain: Domain | None = None) -> None:
+        """Report that an input moved that the machine cannot see: a backend's own, say. Both domains by default."""
+        if source not in self.backend.inputs:
+            raise KeyError(f"{self.backend.name} has no input {source!r}; it has {', '.join(self.backend.inputs)}")
+        for binding in dict.fromkeys(self.bindings if domain is None else (self.bindings[domain],)):
+            self.ledger.move(binding.domain, source)
+
+    def invalidate(self, resource: str) -> None:
+        """Drop a plan or cache in both domains: whoever needs it makes it again."""
+        place = self.ledger.index[self.backend.resource(resource).name]
+        kind = self.backend.resources[place]
+        if not kind.lazy:
+            raise TypeError(f"{resource} is a {kind.kind}; only a Plan or a Cache can be invalidated")
+        for each in self.bindings:
+            each.values[place] = None
+            self.ledger.unbind(each.domain, 1 << place)
+        self.switch.carry(self.switch.active, 1 << place)
+
+    def bind(self, resource: str, tensor: torch.Tensor, domain: Domain | None = None) -> None:
+        """Take another buffer for `resource` from now on. It is stale until refreshed."""
+        binding, place = self._place(resource, domain)
+        binding.rebind(place, tensor)
+        self.ledger.bind(binding.domain, place)
+        self.switch.carry(binding, 1 << place)
+
+    def value(self, resource: str, domain: Domain | None = None) -> Any:
+        """What `resource` is in a domain: its buffer, reference, view or plan."""
+        binding, place = self._place(resource, domain)
+        return binding.values[place]
+
+    def explain(self) -> Explanation:
+        """Every resource in both domains: state, stamp, verdict. Prints as a table."""
+        for binding in dict.fromkeys(self.bindings):
+            self._pull(binding)
+        return explain(self.backend, self.ledger, self.bindings, self.state, self.domain, self.unified)
+
+    def _place(self, resource: str, domain: Domain | None) -> tuple[Binding, int]:
+        declared = self.backend.resource(resource)
+        binding = self.switch.active if domain is None else self.bindings[domain]
+        if binding.domain not in declared.domains:
+            raise KeyError(f"{resource} does not exist in the {binding.domain}'s cache")
+        return binding, self.ledger.index[resource]
+
+    # The protocol.
+
+    def _find(self, event: str) -> Arc:
+        """Step 1: the row, or a refusal."""
+        state = self.machine.state
+        if threading.get_ident() != self._owner.ident:
+            raise WrongThread(state, event, owner=self._owner.name, caller=threading.current_thread().name)
+        arc = self.machine.arcs.get((state, event))
+        if arc is None:
+            legal = tuple(name for name in PHASE.legal(state) if name != "fault")
+            nested = event == "draft_forward" and state in DRAFT_PHASES
+            raise (NestedPhase if nested else IllegalTransition)(state, event, legal=legal)
+        return arc
+
+    def _fire(self, event: str, binding: Binding, batch: Batch | None = None) -> None:
+        started = perf_counter_ns()
+        arc = self._find(event)
+        move, path = arc.move, PATHS.get(event)
+        self._admit(move, binding, path, batch)
+        before = self._remember()
+        written = 0
+        try:
+            for callback in arc.before:
+                callback()
+            if path is not None:
+                written = self._change(move, binding, path, batch)
+            self.machine.state = move.to
+            for callback in arc.after:
+                callback()
+        except BaseException as error:
+            self._undo(arc, before, error)
+            raise
+        self.trace.append(
+            (event, move.to.value, started, perf_counter_ns(), *self._account(move, binding, path, written))
+        )
+
+    def _account(self, move: Move, binding: Binding, path: Path | None, written: int) -> tuple[Domain | None, int, int]:
+        """Domain, what was refreshed, and what was proven not to need it."""
+        if not move.refreshes or path is None:
+            return None, 0, 0
+        steps = self.switch.scripts[path][binding.domain]
+        return binding.domain, written, steps.refreshable & ~self._lazy & ~written
+
+    def _admit(self, move: Move, binding: Binding, path: Path | None, batch: Batch | None) -> None:
+        """Step 2: whatever can be known before anything changes."""
+        if move.refreshes:
+            _require_room(move.event, batch, binding)
+            self._pull(binding)
+        for contract in self.contracts[move.event]:
+            contract.admit(self, move.event, batch)
+        if self.check >= Check.TENSORS and path is not None and not self.guard:
+            require_untampered(self, move, binding)
+
+    def _pull(self, binding: Binding) -> None:
+        """Note what moved in the domain's manager since it was last looked at."""
+        domain, manager = binding.domain, binding.manager
+        now = (id(manager), manager.generation, manager.blocks_version)
+        was = self._pulled[domain]
+        if now != was:
+            _require_geometry(binding)
+            self._pulled[domain] = now
+            for source, moved in (("manager", now[:2] != was[:2]), ("blocks", now[2] != was[2])):
+                if moved:
+                    self.ledger.move(domain, source)
+
+    def _change(self, move: Move, binding: Binding, path: Path, batch: Batch | None) -> int:
+        """Steps 3 to 5; the mask of what was refreshed."""
+        steps = self.switch.scripts[path][binding.domain]
+        if batch is not None and batch is not binding.batch:
+            for moved in batch.moved(binding.batch):
+                self.ledger.move(binding.domain, moved)
+            binding.see(batch)
+        entered = move.activates is not None and binding is not self.switch.active
+        if entered:
+            self._activate(binding, path, steps)
+        written = self._refresh(binding, steps) if move.refreshes and not self.guard else 0
+        if self.check:
+            self._verify(move, binding, steps, entered)
+        return written
+
+    def _activate(self, binding: Binding, path: Path, steps: Script) -> None:
+        """Step 3: the metadata takes the values of `binding`."""
+        if self.guard:
+            self.switch.active = binding
+        elif path is Path.RESTORE:
+            self.switch.to_target()
+        else:
+            self._mutated = 0
+            self.switch.to_draft(path)
+        if steps.cleared and not self.guard:
+            for each in self.bindings:
+                self.ledger.unbind(each.domain, steps.cleared)
+
+    def _refresh(self, binding: Binding, steps: Script) -> int:
+        """Step 4: whatever is stale, producers before consumers, all tables in one launch."""
+        domain, ledger = binding.domain, self.ledger
+        stale = ledger.stale[domain] & ledger.bound[domain] & steps.refreshable
+        if not stale:
+            return 0
+        written, declined = binding.refresh(stale, ledger)
+        self.declined[domain] |= declined
+        ledger.unbind(domain, written & self._lazy)
+        self._stamp(binding, written & ~self._lazy)
+        if written & self._made:
+            self.switch.carry(binding, written & self._made)
+        return written
+
+    def _verify(self, move: Move, binding: Binding, steps: Script, entered: bool) -> None:
+        """Step 5: every requirement of the row."""
+        missing = steps.missing if entered else 0
+        if Requirement.TARGET_INTACT in move.requires:
+            if self._mutated:
+                raise mutation(self, move, next(bits(self._mutated)))
+            stale = 0
+        else:
+            domain = binding.domain
+            stale = self.ledger.stale[domain] & self.ledger.bound[domain] & steps.required if move.requires else 0
+            if self.guard and binding is not self.switch.target:
+                missing |= self.ledger.bound[TARGET] & self._lazy & ~self.ledger.bound[DRAFT]
+        if stale or missing:
+            raise staleness(self, move, binding, stale, missing)
+
+    def _stamp(self, binding: Binding, mask: int) -> None:
+        self.ledger.publish(binding.domain, mask)
+        self.declined[binding.domain] &= ~mask
+        self._note_versions(binding, mask)
+        if binding is self.switch.target:
+            self._mutated &= ~mask
+
+    def _note_overwrite(self, binding: Binding, place: int) -> None:
+        """One address that serves both caches: what is written for one is lost for the other."""
+        other = self.bindings[binding.domain.other]
+        if other is binding or not other.present[place]:
+            return
+        if other.values[place].data_ptr() == binding.values[place].data_ptr():
+            self.ledger.move(other.domain, self.ledger.names[place])
+            if other is self.switch.target and self.switch.active is not other:
+                self._mutated |= 1 << place
+
+    def _note_versions(self, binding: Binding, mask: int) -> None:
+        """Level "tensors": what the in-place counters are now that the machine knows of the write."""
+        if self.check >= Check.TENSORS:
+            for place in bits(mask):
+                if isinstance(self.backend.resources[place], Buffer):
+                    self.seen[binding.domain][place] = binding.values[place]._version
+
+    # Undo.
+
+    def _remember(self) -> _Before:
+        self.switch.begin()
+        target, draft = self.bindings
+        return _Before(
+            self.ledger.save(), self.switch.remember(), (target.view, draft.view), (target.values[:], draft.values[:])
+        )
+
+    def _undo(self, arc: Arc, before: _Before, error: BaseException) -> None:
+        """Put everything back in reverse; if that fails, FAULTED."""
+        source = next(state for (state, event), each in self.machine.arcs.items() if each is arc)
+        self.machine.state = source
+        try:
+            for binding, view, values in zip(self.bindings, before.views, before.values, strict=True):
+                binding.view, binding.values[:] = view, values
+            self.ledger.load(before.ledger)
+            self.switch.put_back(before.carried)
+        except BaseException as worse:
+            self._fault(arc.move.event, error, worse)
+
+    def _fault(self, event: str, error: BaseException, worse: BaseException) -> None:
+        """The undo failed too. Observers are told; what they raise joins the group."""
+        fault = self.machine.find("fault")
+        self.machine.state = fault.move.to
+        errors = [error, worse]
+        for callback in (*fault.before, *fault.after):
+            try:
+                callback()
+            except BaseException as another:
+                errors.append(another)
+        if all(isinstance(each, Exception) for each in errors):
+            raise RestoreFailed(event, [each for each in errors if isinstance(each, Exception)]) from None
+        error.add_note(f"undoing {event} failed too: {worse!r}; the machine is FAULTED")
+
+
+MANAGER_NEEDS = ("geometry", "generation", "blocks_version", "host_block_offsets", "pool_pointers", "arrange")
+
+
+def _require_manager(role: str, manager: Any) -> None:
+    if isinstance(manager, KVManager):
+        return
+    lacking = [name for name in MANAGER_NEEDS if not hasattr(manager, name)]
+    declare = ", or declare UnifiedCache(reason) if the draft shares the target's cache" if role == "draft" else ""
+    raise UnknownMetadata(
+        f"the {role} manager {type(manager).__qualname__} cannot serve a cache domain",
+        (f"it lacks {', '.join(lacking)}",),
+        f"give it what specfsm.KVManager names{declare}",
+    )
+
+
+def _require_geometry(binding: Binding) -> None:
+    """Every buffer and recipe was built for one geometry; a cache of another shape needs another orchestrator."""
+    if binding.manager.geometry != binding.view.geometry:
+        raise UnknownMetadata(
+            f"the geometry of the {binding.domain}'s manager changed",
+            (f"bound: {binding.view.geometry}", f"now: {binding.manager.geometry}"),
+            "allocate buffers for the new geometry and build another Orchestrator over them",
+        )
+
+
+def _require_room(event: str, batch: Batch | None, binding: Binding) -> None:
+    if batch is None:
+        raise ValueError(f"{event} needs a batch: there was none before it")
+    limit = binding.view.axes["S"]
+    if len(batch) > limit:
+        raise ValueError(f"{event}: a batch of {len(batch)} requests does not fit the {limit} rows of the buffers")
+
+
+def _require_bound(resource: str, binding: Binding, place: int, value: Any) -> None:
+    bound = binding.values[place]
+    same = isinstance(value, torch.Tensor) and value.data_ptr() == bound.data_ptr() and value.shape == bound.shape
+    if not same:
+        raise ValueError(
+            f"{resource} [{binding.domain}] was published with another tensor than the bound one: "
+            f"write the bound buffer (fsm.value({resource!r})), or fsm.bind the new one first"
+        )

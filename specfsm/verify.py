@@ -1,0 +1,105 @@
+"""What a transition must find true: freshness by masks, and at level "tensors" that nobody went behind its back."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from specfsm.backends.resource import Buffer
+from specfsm.domain import Domain
+from specfsm.errors import RefreshDeclined, StaleResource, TargetMutated
+from specfsm.states.phase import Phase
+from specfsm.states.resource import bits
+
+if TYPE_CHECKING:
+    from specfsm.backends.binding import Binding
+    from specfsm.orchestrator import Orchestrator
+    from specfsm.states.table import Move
+
+__all__ = ["Check"]
+
+
+class Check(IntEnum):
+    """How much is verified. Each level includes the ones before it."""
+
+    OFF = 0  # nothing: a missed refresh is silent again
+    STAMPS = 1  # freshness: integers only
+    TENSORS = 2  # and identity and in-place version counters of every bound tensor
+
+    @classmethod
+    def named(cls, name: str | Check) -> Check:
+        try:
+            return name if isinstance(name, Check) else cls[name.upper()]
+        except KeyError:
+            levels = ", ".join(level.name.lower() for level in cls)
+            raise ValueError(f"unknown check level {name!r}; it is one of {levels}") from None
+
+
+def staleness(fsm: Orchestrator, move: Move, binding: Binding, stale: int, missing: int) -> StaleResource:
+    """The error for what is stale, or did not follow the switch: it names the first that no other one explains."""
+    ledger, domain = fsm.ledger, binding.domain
+    mask = missing or stale
+    roots = [place for place in bits(mask) if not _explained(fsm, place, mask)]
+    declined = [place for place in roots if fsm.declined[domain] >> place & 1]
+    place = (declined or roots)[0]
+    name = ledger.names[place]
+    return (RefreshDeclined if declined else StaleResource)(
+        fsm.state,
+        move.event,
+        move.to,
+        backend=fsm.backend.name,
+        resource=name,
+        domain=domain,
+        moved=ledger.moved(domain, name),
+        never=ledger.stamps[domain][place] is None,
+        misbound=bool(missing),
+        resources=tuple(ledger.names[each] for each in bits(stale | missing)),
+    )
+
+
+def _explained(fsm: Orchestrator, place: int, mask: int) -> bool:
+    """Whether a producer of this resource is stale too: then that one is the news."""
+    names = fsm.ledger.names
+    return any(names[other] in fsm.ledger.sources[names[place]] for other in bits(mask) if other != place)
+
+
+def mutation(fsm: Orchestrator, move: Move, place: int, how: str = "written") -> TargetMutated:
+    name = fsm.ledger.names[place]
+    return TargetMutated(fsm.state, move.event, move.to, backend=fsm.backend.name, resource=name, how=how)
+
+
+def require_untampered(fsm: Orchestrator, move: Move, entered: Binding) -> None:
+    """Refuse `move` if a fresh buffer was rebound or written behind the machine's back, in the domain that is left or
+    in the one that is entered."""
+    for binding in dict.fromkeys((fsm.switch.active, entered)):
+        for place, how in _tampered(fsm, binding):
+            if move.event == "restore" and binding is fsm.switch.target:
+                raise mutation(fsm, move, place, how)
+            name = fsm.ledger.names[place]
+            raise StaleResource(
+                fsm.state,
+                move.event,
+                move.to,
+                backend=fsm.backend.name,
+                resource=name,
+                domain=binding.domain,
+                tampered=how,
+                resources=(name,),
+            )
+
+
+def _tampered(fsm: Orchestrator, binding: Binding) -> Any:
+    fresh = fsm.ledger.bound[binding.domain] & ~fsm.ledger.stale[binding.domain]
+    for place in bits(fresh):
+        resource, value = fsm.backend.resources[place], binding.values[place]
+        if resource.attribute in _shown(fsm, binding) and getattr(fsm.metadata, resource.attribute) is not value:
+            yield place, "rebound"
+        elif isinstance(resource, Buffer) and value._version != fsm.seen[binding.domain][place]:
+            yield place, "written"
+
+
+def _shown(fsm: Orchestrator, binding: Binding) -> tuple[str, ...]:
+    """The attributes that show the values of `binding` now. A replay rebinds too little to tell."""
+    if binding is not fsm.switch.active or fsm.state is Phase.DRAFT_REPLAY:
+        return ()
+    return fsm.switch.attributes if binding.domain is Domain.DRAFT else fsm.carried
