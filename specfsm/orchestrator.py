@@ -303,6 +303,10 @@ class Orchestrator:
         binding, place = self._place(resource, domain)
         return binding.values[place]
 
+    def batch(self, domain: Domain | None = None) -> Batch | None:
+        """The batch that a domain's resources are derived from; by default the domain that is served now."""
+        return (self.switch.active if domain is None else self.bindings[domain]).batch
+
     def explain(self) -> Explanation:
         """Every resource in both domains: state, stamp, verdict. Prints as a table."""
         for binding in dict.fromkeys(self.bindings):

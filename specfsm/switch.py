@@ -53,6 +53,7 @@ class Switch:
         }
         self.whole = script(draft, Path.EAGER, 0)
         self.attributes = self._exchanged()
+        self._introduce()
         self.read = self._reader()
         self._returned = self._way_back()
         self.originals: tuple[Any, ...] | None = None
@@ -65,14 +66,15 @@ class Switch:
         return self.draft is self.target
 
     def _exchanged(self) -> tuple[str, ...]:
-        """Every attribute that follows the switch; one that the engine never set starts as None."""
-        if self.unified:
-            return ()
-        names = tuple(name for name, *_ in (*self.whole.rebinds, *self.whole.clears))
-        for name in names:
-            if not hasattr(self.metadata, name):
-                setattr(self.metadata, name, None)
-        return names
+        """Every attribute that follows the switch."""
+        return () if self.unified else tuple(name for name, *_ in (*self.whole.rebinds, *self.whole.clears))
+
+    def _introduce(self) -> None:
+        """An attribute that the engine never set starts empty."""
+        for resource in self.resources:
+            for name in resource.attributes:
+                if not hasattr(self.metadata, name):
+                    setattr(self.metadata, name, resource.empty())
 
     def _reader(self) -> Callable[[Any], tuple[Any, ...]]:
         if len(self.attributes) > 1:

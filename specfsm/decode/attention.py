@@ -1,0 +1,344 @@
+"""Paged attention in plain torch, reading the very tables that the state machine keeps fresh.
+
+transformers' models call it through their attention interface, so no model code is copied. A batch is *packed*: the
+tokens of all requests follow each other in one sequence. What a forward needs beside the metadata is made once, when
+it begins, in a `Pass`; it lives no longer than the forward and is derived from what the metadata carries then, so a
+table that is stale is *read* stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch.nn import functional
+
+from specfsm.backends.backend import Backend, register
+from specfsm.backends.flash_mla import FlashMLA
+from specfsm.backends.trtllm import Trtllm
+from specfsm.decode.splits import Splits, plan_splits
+from specfsm.domain import Batch
+
+__all__ = ["ATTENTION", "FLAVOURS", "Flavour", "Pass", "install"]
+
+ATTENTION = "specfsm_paged"
+"""Name of the attention, and of its mask, in transformers' interfaces."""
+
+Publish = Callable[[str, Any], None]
+
+
+class AttentionMetadata:
+    """What the attention of one backend reads. Every attribute is put there by the backend's declaration."""
+
+    kv_cache_manager: Any
+    kv_lens_cuda_runtime: torch.Tensor
+    _seq_lens_cuda_runtime: torch.Tensor
+    num_contexts: int
+    tokens_per_block: int
+
+
+class TrtllmMetadata(AttentionMetadata):
+    """Metadata of plain paged attention."""
+
+    kv_cache_block_offsets: torch.Tensor
+
+
+class FlashMLAMetadata(AttentionMetadata):
+    """Metadata of FlashMLA."""
+
+    kv_block_ids_per_seq: torch.Tensor
+    block_ids_per_seq: torch.Tensor
+    flash_mla_tile_scheduler_metadata: torch.Tensor | None
+    flash_mla_num_splits: torch.Tensor | None
+
+
+class Pass:
+    """One forward over a packed batch of T tokens of n requests.
+
+    Args:
+        metadata: as the last transition left it.
+        batch: its sizes; what a token reads comes from the metadata alone.
+        publish: reports a lazily made plan to the machine.
+
+    Attributes:
+        rows: [T], the request of each token.
+        positions: [T], each token's position in its request.
+        queries: [n, Q], the token at each query place of a request, last one rightmost; -1 where there is none.
+    """
+
+    def __init__(self, metadata: Any, batch: Batch, publish: Publish) -> None:
+        self.metadata = metadata
+        self.batch = batch
+        self.publish = publish
+        self.lens = metadata.kv_lens_cuda_runtime.long()
+        new = metadata._seq_lens_cuda_runtime.long()
+        arange = torch.arange(batch.num_tokens, device=new.device)
+        self.rows = torch.repeat_interleave(arange[: len(batch)], new, output_size=batch.num_tokens)
+        back = new.cumsum(0)[self.rows] - arange  # 1 for a request's last token
+        self.positions = self.lens[self.rows] - back
+        self.queries = self._queries(new, back)
+
+    def _queries(self, new: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        width = max(self.batch.tokens)
+        queries = torch.full((new.shape[0], width), -1, dtype=torch.long, device=new.device)
+        queries[self.rows, width - back] = torch.arange(back.shape[0], device=new.device)
+        return queries
+
+    @property
+    def block(self) -> torch.Tensor:
+        """[T], which of its request's blocks each token lies in."""
+        return self.positions // int(self.metadata.tokens_per_block)
+
+    @property
+    def offset(self) -> torch.Tensor:
+        """[T], each token's place in its block."""
+        return self.positions % int(self.metadata.tokens_per_block)
+
+    def live_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return -(-max(self.batch.kv_lens) // int(self.metadata.tokens_per_block))
+
+    def spread(self, packed: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """[T, …] → [n, Q, …], by query place; padding reads token 0 and is masked."""
+        return packed[self.queries[rows].clamp(min=0)]
+
+    def pack(self, spread: torch.Tensor, packed: torch.Tensor, rows: slice = slice(None)) -> None:
+        """Write [n, Q, …] back to [T, …], padding left out."""
+        queries = self.queries[rows]
+        packed[queries[queries >= 0]] = spread[queries >= 0].to(packed.dtype)
+
+    def visible(self, keys: torch.Tensor, rows: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Which key positions each query may see.
+
+        Args:
+            keys: [m, K], positions of the keys of each gathered row.
+            rows: [m], the request of each gathered row.
+            queries: [m, Q], tokens, -1 for padding.
+
+        Returns:
+            bool [m, Q, K]: causal, within the request's length, and true somewhere for padding.
+        """
+        at = torch.where(queries >= 0, self.positions[queries.clamp(min=0)], 0)
+        inside = keys < self.lens[rows, None]
+        return (keys[:, None, :] <= at[:, :, None]) & inside[:, None, :]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values, then attend: query [T, H, D], key and value [T, G, D] → [T, H, D]."""
+        raise NotImplementedError
+
+
+class TrtllmPass(Pass):
+    """Grouped-query attention over K and V pages, found through ``kv_cache_block_offsets``."""
+
+    metadata: TrtllmMetadata
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        manager = self.metadata.kv_cache_manager
+        pages = manager.pages()
+        table = self.metadata.kv_cache_block_offsets[0].long() + layer * manager.geometry.kv_factor
+        for plane, new in enumerate((key, value)):
+            pages[table[self.rows, plane, self.block], self.offset] = new.to(pages.dtype)
+        count, width = self.queries.shape[0], self.live_blocks()
+        keys, values = (pages[table[:count, plane, :width]].flatten(1, 2).to(query.dtype) for plane in (0, 1))
+        places = torch.arange(keys.shape[1], device=query.device).expand(count, -1)
+        mask = self.visible(places, torch.arange(count, device=query.device), self.queries)
+        heads = functional.scaled_dot_product_attention(
+            self.spread(query).transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask[:, None],
+            scale=scale,
+            enable_gqa=True,
+        )
+        out = torch.zeros_like(query)
+        self.pack(heads.transpose(1, 2), out)
+        return out
+
+
+LATENT, ROPE = 512, 64
+
+
+def latent_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Grouped-query keys and values as FlashMLA's 576-wide rows: [T, G, D] twice → [T, 576].
+
+    A row holds the keys of all KV heads, then their values, zero-padded to 512, then 64 zeros where RoPE would be: keys
+    have it already. Attention over such rows is exact, see `latent_queries`.
+    """
+    row = torch.cat((key.flatten(1), value.flatten(1)), dim=1)
+    if row.shape[1] > LATENT:
+        groups, dim = key.shape[1:]
+        raise ValueError(
+            f"{groups} KV heads of {dim} need {row.shape[1]} of FlashMLA's {LATENT} latent elements; use --backend trtllm"
+        )
+    return functional.pad(row, (0, LATENT + ROPE - row.shape[1]))
+
+
+def latent_queries(query: torch.Tensor, groups: int) -> torch.Tensor:
+    """Each head's query in the key slots of its own group, zero elsewhere: [T, H, D] → [T, H, 576].
+
+    Its product with a latent row is then its product with its group's key, and nothing else.
+    """
+    tokens, heads, dim = query.shape
+    wide = query.new_zeros(tokens, heads, LATENT + ROPE)
+    columns = (torch.arange(heads, device=query.device) // (heads // groups) * dim)[:, None]
+    index = columns + torch.arange(dim, device=query.device)
+    return wide.scatter_(2, index.expand(tokens, -1, -1), query)
+
+
+def latent_outputs(out: torch.Tensor, groups: int, dim: int) -> torch.Tensor:
+    """Each head's output out of its group's value slots: [T, H, 512] → [T, H, dim]."""
+    tokens, heads, _ = out.shape
+    columns = (groups * dim + torch.arange(heads, device=out.device) // (heads // groups) * dim)[:, None]
+    index = columns + torch.arange(dim, device=out.device)
+    return out.gather(2, index.expand(tokens, -1, -1))
+
+
+class FlashMLAPass(Pass):
+    """Latent attention over 576-wide rows, split over the KV length as FlashMLA's schedule says."""
+
+    metadata: FlashMLAMetadata
+    splits: Splits | None = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        metadata, groups, dim = self.metadata, key.shape[1], key.shape[2]
+        pages = metadata.kv_cache_manager.pool[:, layer, 0, :, 0]  # [slots, tokens a block, 576]
+        pages[metadata.kv_block_ids_per_seq[self.rows, self.block].long(), self.offset] = latent_rows(key, value).to(
+            pages.dtype
+        )
+        wide, out = latent_queries(query, groups), query.new_zeros(*query.shape[:2], LATENT)
+        contexts, count = int(metadata.num_contexts), self.queries.shape[0]
+        if contexts:
+            self._whole(pages, wide, out, contexts, scale)
+        if count > contexts:
+            self._split(pages, wide, out, slice(contexts, count), scale)
+        return latent_outputs(out, groups, dim)
+
+    def _whole(self, pages: torch.Tensor, wide: torch.Tensor, out: torch.Tensor, contexts: int, scale: float) -> None:
+        """Context rows: every query over its whole request."""
+        rows = torch.arange(contexts, device=wide.device)
+        table = self.metadata.kv_block_ids_per_seq[:contexts, : self.live_blocks()].long()
+        partial, _ = self._pieces(pages, wide, table, rows, torch.zeros_like(rows), self.lens[:contexts], scale)
+        self.pack(partial, out, slice(0, contexts))
+
+    def _split(self, pages: torch.Tensor, wide: torch.Tensor, out: torch.Tensor, rows: slice, scale: float) -> None:
+        """Generation rows: the schedule's pieces, joined by their log-sum-exps."""
+        splits = self._schedule(rows)
+        page = int(self.metadata.tokens_per_block)
+        width = int((splits.end - splits.begin).max())
+        columns = splits.begin[:, None] + torch.arange(width, device=wide.device)
+        table = self.metadata.block_ids_per_seq
+        ids = table[splits.request[:, None], columns.clamp(max=table.shape[1] - 1)].long()
+        request = splits.request + rows.start
+        partial, lse = self._pieces(pages, wide, ids, request, splits.begin * page, splits.end * page, scale)
+        self.pack(splits.join(partial, lse, rows.stop - rows.start), out, rows)
+
+    def _schedule(self, rows: slice) -> Splits:
+        """The plan that the metadata carries, made by the first layer that finds none."""
+        metadata = self.metadata
+        if metadata.flash_mla_tile_scheduler_metadata is None:
+            tiles, num_splits = plan_splits(self.lens[rows], int(metadata.tokens_per_block))
+            self.publish("flash_mla_tile_scheduler_metadata", tiles)
+            self.publish("flash_mla_num_splits", num_splits)
+        if self.splits is None:
+            blocks = -(-self.lens[rows] // int(metadata.tokens_per_block))
+            self.splits = Splits.read(metadata.flash_mla_tile_scheduler_metadata, blocks)
+        return self.splits
+
+    def _pieces(
+        self,
+        pages: torch.Tensor,
+        wide: torch.Tensor,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        begin: torch.Tensor,
+        end: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial attention of m pieces.
+
+        Args:
+            ids: [m, blocks], slots of each piece.
+            rows: [m], the request of each piece.
+            begin, end: [m], first token and end of the piece in its request.
+
+        Returns:
+            output [m, Q, H, 512] and log-sum-exp [m, Q, H]; a piece that a query cannot see has -inf.
+        """
+        keys = pages[ids].flatten(1, 2).to(wide.dtype)
+        places = begin[:, None] + torch.arange(keys.shape[1], device=keys.device)
+        queries = self.queries[rows]
+        mask = self.visible(places, rows, queries) & (places < end[:, None])[:, None]
+        spread = wide[queries.clamp(min=0)]
+        scores = torch.einsum("mqhd,mkd->mqhk", spread, keys) * scale
+        scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+        return torch.einsum("mqhk,mkd->mqhd", weights, keys[..., :LATENT]), lse
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    forward_pass: Pass,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] → ([1, T, H, D], no weights)."""
+    packed = (each[0].transpose(0, 1) for each in (query, key, value))
+    layer: Any = module.layer_idx
+    return forward_pass.attend(layer, *packed, scale=scaling)[None], None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """A packed batch has no mask: who sees what follows from the lengths."""
+
+
+def install() -> None:
+    """Enter the attention and its mask in transformers' interfaces."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+    AttentionMaskInterface.register(ATTENTION, no_mask)
+
+
+@frozen
+class Flavour:
+    """How the decode loop runs one backend.
+
+    Args:
+        backend, metadata, forward_pass: the declaration, what it binds to, and what reads it.
+        tokens_per_block: page size.
+        planes: 2 where keys and values have pages of their own, 1 where one row holds both.
+        page: (KV heads, KV head dim of the model) → (heads, width) of one token in a page.
+    """
+
+    backend: Callable[[], Backend]
+    metadata: type[AttentionMetadata]
+    forward_pass: type[Pass]
+    tokens_per_block: int
+    planes: int
+    page: Callable[[int, int], tuple[int, int]]
+
+
+FLAVOURS = {
+    "trtllm": Flavour(Trtllm, TrtllmMetadata, TrtllmPass, 16, 2, lambda heads, dim: (heads, dim)),
+    "flash_mla": Flavour(FlashMLA, FlashMLAMetadata, FlashMLAPass, 64, 1, lambda heads, dim: (1, LATENT + ROPE)),
+}
+"""Backend name → how the loop runs it."""
+
+for _flavour in FLAVOURS.values():
+    register(_flavour.metadata, _flavour.backend)

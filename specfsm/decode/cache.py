@@ -1,0 +1,208 @@
+"""A paged KV cache: pages, block ids, slots, a host pool, and the table that a manager hands to attention.
+
+A *block id* names a page for as long as a request owns it; a *slot* is where the page lies in the primary pool. They
+are equal until a page is offloaded: when it comes back it takes whatever slot is free. `host_block_offsets` speaks of
+slots only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import define, field
+
+from specfsm.domain import Geometry, RowOrder
+
+__all__ = ["PagedKVCache", "PoolExhausted"]
+
+SECONDARY = -(2**31)  # bit 31 of an int32: the page lies in the host pool
+
+
+class PoolExhausted(MemoryError):
+    """A cache has no page left for what was asked of it."""
+
+
+@define
+class _Owned:
+    """What one request holds.
+
+    Args:
+        row: its row of the table, in a slot-ordered cache.
+        blocks: its block ids, in token order.
+    """
+
+    row: int
+    blocks: list[int] = field(factory=list)
+
+
+class PagedKVCache:
+    """One domain's KV cache and its manager (`specfsm.KVManager`).
+
+    Args:
+        geometry: page size, pool size, table width, layers, planes, heads, dtype, and how entries are encoded.
+        max_requests: rows of the table.
+        host_blocks: pages of the secondary pool.
+        device: where the primary pool lies.
+
+    Attributes:
+        pool: [slots, layers, planes, tokens a block, KV heads, head dim].
+        host_block_offsets: int32 [1, max_requests, planes, blocks], host; see `KVManager`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_requests: int,
+        host_blocks: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.geometry = geometry
+        self.max_requests = max_requests
+        self.generation = 0
+        self.blocks_version = 0
+        g = geometry
+        page = (g.num_layers, g.kv_factor, g.tokens_per_block, g.num_kv_heads, g.head_dim)
+        dtype = getattr(torch, g.dtype)
+        self.pool = torch.zeros((g.blocks_in_primary_pool, *page), dtype=dtype, device=device)
+        self.host_pool = torch.zeros((host_blocks, *page), dtype=dtype)
+        pinned = torch.device(device).type == "cuda"
+        shape = (1, max_requests, g.kv_factor, g.max_blocks_per_seq)
+        self.host_block_offsets = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
+        self._free_slots = list(range(g.blocks_in_primary_pool))
+        self._free_host = list(range(host_blocks))
+        self._free_ids = list(range(g.blocks_in_primary_pool + host_blocks))
+        self._free_rows = list(range(max_requests))
+        self._slot_of: dict[int, int] = {}
+        self._host_of: dict[int, int] = {}
+        self._owned: dict[int, _Owned] = {}
+        self._order: tuple[int, ...] = ()
+
+    @property
+    def pool_pointers(self) -> Sequence[int]:
+        return (self.pool.data_ptr(),)
+
+    @property
+    def free_blocks(self) -> int:
+        """Pages of the primary pool that nobody holds."""
+        return len(self._free_slots)
+
+    def pages(self) -> torch.Tensor:
+        """The pool as flat pages: [slots x layers x planes, tokens a block, KV heads, head dim]."""
+        return self.pool.flatten(0, 2)
+
+    def block_ids(self, request: int) -> tuple[int, ...]:
+        """The request's raw block ids: names, not places."""
+        return tuple(self._owned[request].blocks)
+
+    def capacity(self, request: int) -> int:
+        """Tokens that fit the request's pages."""
+        return len(self._owned[request].blocks) * self.geometry.tokens_per_block
+
+    # Assignment. Whatever changes it moves `blocks_version`.
+
+    def add(self, request: int) -> None:
+        """Take a request in; it holds no page yet."""
+        if request in self._owned:
+            raise ValueError(f"request {request} is in the cache already")
+        if not self._free_rows:
+            raise PoolExhausted(f"all {self.max_requests} rows of the cache are taken")
+        self._owned[request] = _Owned(self._free_rows.pop(0))
+
+    def reserve(self, request: int, tokens: int) -> None:
+        """Make room for `tokens` tokens of the request in all. Pages are only ever added.
+
+        Raises:
+            PoolExhausted: the table is too narrow or the pool too small; nothing was taken.
+        """
+        owned = self._owned[request]
+        wanted = self.geometry.blocks(tokens)
+        more = wanted - len(owned.blocks)
+        if wanted > self.geometry.max_blocks_per_seq:
+            limit = self.geometry.max_tokens_per_seq
+            raise PoolExhausted(f"request {request} needs {tokens} tokens, but a sequence holds {limit}")
+        if more > self.free_blocks:
+            raise PoolExhausted(f"request {request} needs {more} more pages, but {self.free_blocks} are free")
+        for _ in range(more):
+            block, slot = self._free_ids.pop(0), self._free_slots.pop(0)
+            self._slot_of[block] = slot
+            owned.blocks.append(block)
+        if more > 0:
+            self._changed(request)
+
+    def free(self, request: int) -> None:
+        """Give all pages of the request back."""
+        owned = self._owned.pop(request)
+        for block in owned.blocks:
+            if block in self._slot_of:
+                self._free_slots.append(self._slot_of.pop(block))
+            else:
+                self._free_host.append(self._host_of.pop(block))
+            self._free_ids.append(block)
+        self._free_rows.append(owned.row)
+        if self.geometry.row_order is RowOrder.SLOT:
+            self.host_block_offsets[:, owned.row] = -1
+        self._order = ()
+        self.blocks_version += 1
+
+    def offload(self, request: int, index: int) -> None:
+        """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others."""
+        block = self._owned[request].blocks[index]
+        if block not in self._slot_of:
+            raise ValueError(f"page {index} of request {request} is offloaded already")
+        if not self._free_host:
+            raise PoolExhausted(f"the host pool of {len(self.host_pool)} pages is full")
+        slot, place = self._slot_of.pop(block), self._free_host.pop(0)
+        self.host_pool[place].copy_(self.pool[slot])
+        self._host_of[block] = place
+        self._free_slots.append(slot)
+        self._changed(request)
+
+    def load_back(self, request: int) -> None:
+        """Bring every offloaded page of the request back, each into whatever slot is free."""
+        gone = [block for block in self._owned[request].blocks if block in self._host_of]
+        if len(gone) > self.free_blocks:
+            raise PoolExhausted(f"request {request} has {len(gone)} offloaded pages, but {self.free_blocks} slots are free")
+        for block in gone:
+            place, slot = self._host_of.pop(block), self._free_slots.pop(0)
+            self.pool[slot].copy_(self.host_pool[place])
+            self._slot_of[block] = slot
+            self._free_host.append(place)
+        if gone:
+            self._changed(request)
+
+    # The table.
+
+    def arrange(self, request_ids: Sequence[int]) -> list[int]:
+        """The row of each request. A batch-ordered cache first writes its rows in this order."""
+        unknown = [request for request in request_ids if request not in self._owned]
+        if unknown:
+            raise KeyError(f"requests {unknown} hold nothing in this cache")
+        if self.geometry.row_order is RowOrder.SLOT:
+            return [self._owned[request].row for request in request_ids]
+        if self._order != tuple(request_ids):
+            self.host_block_offsets.fill_(-1)
+            for row, request in enumerate(request_ids):
+                self._write_row(row, request)
+            self._order = tuple(request_ids)
+        return list(range(len(request_ids)))
+
+    def _changed(self, request: int) -> None:
+        self.blocks_version += 1
+        if self.geometry.row_order is RowOrder.SLOT:
+            self._write_row(self._owned[request].row, request)
+        elif request in self._order:
+            self._write_row(self._order.index(request), request)
+
+    def _write_row(self, row: int, request: int) -> None:
+        entries = torch.tensor([self._encode(block) for block in self._owned[request].blocks], dtype=torch.int32)
+        self.host_block_offsets[:, row] = -1
+        for plane in range(self.geometry.kv_factor):
+            field_of_plane = plane if self.geometry.row_order is RowOrder.BATCH else 0
+            self.host_block_offsets[0, row, plane, : len(entries)] = entries + field_of_plane
+
+    def _encode(self, block: int) -> int:
+        if block in self._slot_of:
+            return self._slot_of[block] * self.geometry.index_scale
+        return SECONDARY + self._host_of[block] * self.geometry.index_scale
