@@ -1,14 +1,11 @@
-"""All stale tables of a domain in one launch: a Triton kernel that executes recipes from a descriptor table.
+"""All stale tables of a domain in one launch: the launcher of a Triton kernel that executes recipes as data.
 
-Host side. Each output is cut into *planes*, two-dimensional tables or one-dimensional maps, and each plane is one row
+Each output is cut into *planes*, two-dimensional tables or one-dimensional maps, and each plane is one row
 of an int64 descriptor table on the device: addresses, strides and the geometry's numbers (`Plane` names its fields).
 A work list gives each program its plane and its tile. Both are written when the launch is built; `rebind` rewrites
 only the rows concerned. A call passes the mask, and nothing else moves.
 
-Device side. Every kind of output decodes the manager's entries through the one function `_slot`, so a slot mapping or
-an expanded table never waits for the table it is derived from.
-
-Torch reference of the same stem: `specfsm.kernels.refresh_reference`.
+The kernel is `specfsm.kernels.refresh_kernel`, its torch reference `specfsm.kernels.refresh_reference`.
 """
 
 from __future__ import annotations
@@ -17,9 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import triton  # type: ignore[import-untyped]  # no stubs
-import triton.language as tl  # type: ignore[import-untyped]  # no stubs
-from attrs import astuple, evolve, fields, frozen
+from attrs import astuple, evolve, frozen
 from torch import Tensor
 
 from specfsm.domain import Geometry, Unit
@@ -95,163 +90,6 @@ class Plane:
     sentinel: int
 
 
-_FIELDS = tuple(attribute.name for attribute in fields(Plane))
-
-
-def _at(name: str) -> Any:
-    """Where the kernel finds a field, as a constant of Triton's kind: those enter its compile cache's key."""
-    return tl.constexpr(_FIELDS.index(name))
-
-
-RECIPE, TOKENS_KIND = _at("recipe"), _at("tokens")
-OUT, OUT_STRIDE, WIDTH = _at("out"), _at("out_stride"), _at("width")
-REPEATS, REPEAT_STRIDE = _at("repeats"), _at("repeat_stride")
-BASE, POOL_STRIDE, ROW_STRIDE = _at("base"), _at("pool_stride"), _at("row_stride")
-POOLS, MANAGER_ROWS, LIVE_WIDTH = _at("pools"), _at("manager_rows"), _at("live_width")
-ROWS, BATCH, LENS, PAGE = _at("rows"), _at("batch"), _at("lens"), _at("page")
-MAGIC, SHIFT, BOUND = _at("magic"), _at("shift"), _at("bound")
-SCALE, OFFSET, SENTINEL = _at("scale"), _at("offset"), _at("sentinel")
-POOL_AT, SCALE_AT, OFFSET_AT = _at("pool_at"), _at("scale_at"), _at("offset_at")
-REQUESTS, BACK, ENDS, TOKEN_BYTES = _at("requests"), _at("back"), _at("ends"), _at("token_bytes")
-PLANE_FIELDS = tl.constexpr(len(_FIELDS))
-LAST_POSITION = tl.constexpr(INT32_MAX)
-
-
-# The device side. Triton evaluates annotations, so that they name its own types only.
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _integers(address: tl.tensor) -> tl.tensor:
-    """An address from the descriptor table as a pointer to int32."""
-    return address.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _multiple(value: tl.tensor, OF: tl.constexpr) -> tl.tensor:
-    """The same value, in a form that shows the compiler what it is a multiple of.
-
-    A `tl.multiple_of` on a scalar that was loaded is not honoured (Triton 3.6), so that loads stay 4 bytes wide.
-    """
-    return value // OF * OF
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _scalar_at(address: tl.tensor, other: tl.tensor) -> tl.tensor:
-    """The int32 at an address, or `other` where the address is 0."""
-    return tl.load(_integers(address), mask=address != 0, other=other)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _slot(plane: tl.tensor, pool: tl.tensor, row: tl.tensor, block: tl.tensor, STEP: tl.constexpr) -> tl.tensor:
-    """Decoded int32 slot of (pool, batch row, block), shapes that broadcast; -1 where there is none.
-
-    STEP: blocks and bases are multiples of so many elements, which lets the loads be vectors.
-    """
-    in_batch = (row >= 0) & (row < tl.load(plane + BATCH))
-    manager_row = tl.load(_integers(tl.load(plane + ROWS)) + row, mask=in_batch, other=-1)
-    known = (manager_row >= 0) & (manager_row < tl.load(plane + MANAGER_ROWS))
-    known = known & (pool >= 0) & (pool < tl.load(plane + POOLS))
-
-    live_width = _multiple(tl.load(plane + LIVE_WIDTH), STEP)
-    start = _integers(tl.load(plane + BASE)) + pool * tl.load(plane + POOL_STRIDE)
-    entry_at = start + manager_row * tl.load(plane + ROW_STRIDE) + block  # int64: the strides are
-    if STEP > 1:
-        entry_at = tl.multiple_of(entry_at, (1, 4 * STEP))
-    entry = tl.load(entry_at, mask=known & (block >= 0) & (block < live_width), other=-1)
-
-    lens = tl.load(plane + LENS)
-    length = tl.load(_integers(lens) + row, mask=in_batch & (lens != 0), other=0)
-    cut = (lens != 0) & (block.to(tl.int64) * tl.load(plane + PAGE) >= length)
-
-    # entry // divisor through its reciprocal, in 3 instructions instead of some 25: see `reciprocal`.
-    twice = entry.to(tl.uint32, bitcast=True) << 1
-    quotient = tl.umulhi(twice, tl.load(plane + MAGIC).to(tl.uint32)) >> tl.load(plane + SHIFT).to(tl.uint32)
-    slot = tl.minimum(quotient, tl.load(plane + BOUND).to(tl.uint32)).to(tl.int32)
-    return tl.where((entry < 0) | cut, -1, slot)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _fill_table(
-    plane: tl.tensor,
-    row0: tl.tensor,
-    block0: tl.tensor,
-    NUM_ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    """One tile [NUM_ROWS, NUM_BLOCKS] of a table, written `repeats` times."""
-    row = row0 + tl.arange(0, NUM_ROWS)[:, None]
-    block = _multiple(block0, NUM_BLOCKS) + tl.arange(0, NUM_BLOCKS)[None, :]
-    slot = _slot(plane, _scalar_at(tl.load(plane + POOL_AT), 0), row, block, STEP)
-
-    # int64 until the store, whose dtype the launcher has shown to hold the value of every slot.
-    scale = tl.load(plane + SCALE) + _scalar_at(tl.load(plane + SCALE_AT), 0)
-    offset = tl.load(plane + OFFSET) + _scalar_at(tl.load(plane + OFFSET_AT), 0)
-    place = slot.to(tl.int64) * scale + offset
-    value = tl.where(slot < 0, tl.load(plane + SENTINEL), place).to(tl.int32)
-
-    inside = (row < tl.load(plane + BATCH)) & (block < _multiple(tl.load(plane + WIDTH), STEP))
-    out = _integers(tl.load(plane + OUT)) + row * tl.load(plane + OUT_STRIDE) + block
-    repeat_stride = tl.load(plane + REPEAT_STRIDE)
-    for repeat in range(tl.load(plane + REPEATS)):
-        tl.store(tl.multiple_of(out + repeat * repeat_stride, (1, 4 * STEP)), value, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _map_tokens(plane: tl.tensor, token0: tl.tensor, NUM_TOKENS: tl.constexpr) -> None:
-    """One tile [NUM_TOKENS] of a slot mapping."""
-    token = token0 + tl.arange(0, NUM_TOKENS)
-    inside = token < tl.load(plane + WIDTH)
-    request = tl.load(_integers(tl.load(plane + REQUESTS)) + token, mask=inside, other=-1)
-    back = tl.load(_integers(tl.load(plane + BACK)) + token, mask=inside, other=0)
-    known = (request >= 0) & (request < tl.load(plane + BATCH))
-    end = tl.load(_integers(tl.load(plane + ENDS)) + request, mask=known, other=0)
-
-    # Back to int32 before dividing, which in int64 is a call: a position outside [0, 2**31) is outside every table.
-    distance = end.to(tl.int64) - back
-    position = tl.where((distance >= 0) & (distance <= LAST_POSITION), distance, -1).to(tl.int32)
-    page = tl.load(plane + PAGE).to(tl.int32)
-    block = tl.where(position < 0, -1, position // page)
-    slot = _slot(plane, 0, request, block, 1)
-
-    # int64: a pool of a few GiB has slots whose first byte lies beyond 2**31.
-    start = slot.to(tl.int64) * tl.load(plane + SCALE) + tl.load(plane + OFFSET)
-    place = start + (position - block * page) * tl.load(plane + TOKEN_BYTES)
-    value = tl.where(slot < 0, tl.load(plane + SENTINEL), place)
-    tl.store(tl.load(plane + OUT).to(tl.pointer_type(tl.int64)) + token, value, mask=inside)
-
-
-@triton.jit(do_not_specialize=["mask", "mask_tensor"])  # type: ignore[untyped-decorator]  # triton has no types
-def refresh_kernel(
-    planes: tl.tensor,
-    tiles: tl.tensor,
-    mask_tensor: tl.tensor,
-    mask: tl.int64,
-    NUM_ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    """Execute one tile of one plane, unless the mask leaves its recipe out.
-
-    planes: i64 [planes, fields]. tiles: i32 [programs, 3], each a plane, its first row or token, its first column.
-    mask_tensor: i64 [1], ANDed with `mask`. Programs write disjoint elements and read nothing that any of them writes.
-    """
-    tile = tiles + tl.program_id(0) * 3
-    plane = planes + tl.load(tile) * PLANE_FIELDS
-    first = tl.load(tile + 1)
-    wanted = (mask & tl.load(mask_tensor)) >> tl.load(plane + RECIPE)
-    if wanted & 1:
-        if tl.load(plane + TOKENS_KIND):
-            _map_tokens(plane, first, NUM_TOKENS)
-        else:
-            _fill_table(plane, first, tl.load(tile + 2), NUM_ROWS, NUM_BLOCKS, STEP)
-
-
-INTERPRETED = not isinstance(refresh_kernel, triton.JITFunction)
-"""Whether TRITON_INTERPRET was set when this module was imported: Triton decides it once, when it decorates."""
-
-
 @frozen
 class Tile:
     """What one program handles: [rows, blocks] of a table or [tokens] of a mapping. Powers of two."""
@@ -310,7 +148,7 @@ class RefreshLaunch:
         device: where the tensors must be; None takes it from them.
         engine: ``"triton"``, the kernel; ``"reference"``, torch; ``"auto"``, the kernel for CUDA tensors and the
             reference otherwise. ``auto`` never picks Triton's interpreter: for it say ``"triton"``, in a process
-            that set ``TRITON_INTERPRET=1`` before this module was imported.
+            that set ``TRITON_INTERPRET=1`` before Triton was first imported.
         mask_tensor: i64 [1] on the same device, ANDed with every call's mask. A captured CUDA graph bakes the call's
             mask and rereads this one at each replay. Default: all ones.
         tile: what one program handles; None takes a default.
@@ -318,6 +156,15 @@ class RefreshLaunch:
     Every output is written whole: padded rows and trailing columns take the recipe's sentinel. Outputs alias neither
     each other nor an operand. Operands are read when the kernel runs, so they must not change under it. The tensors
     are kept alive.
+
+    Attributes:
+        engine: ``"triton"`` or ``"reference"``.
+        programs: programs of the launch; 0 with the reference, or where every output is empty.
+        vector: elements that a load or store of a table moves: 4 where every table's address, strides and width allow
+            it, else 1.
+
+    Neither moves for the life of the launch, and the kernel is compiled when it is built: any call can be captured in
+    a CUDA graph, and a captured one follows a later `rebind`, because the addresses are read from device memory.
 
     Raises:
         TypeError, ValueError: see `validate_bindings`; nothing was launched.
@@ -337,12 +184,12 @@ class RefreshLaunch:
         self.device = validate_bindings(recipes, tensors, geometry, _device(device))
         self._bound = Bindings(dict(recipes), _named(recipes, tensors), geometry)
         self.engine = _resolve(engine, self.device)
-        self.tile = tile or (INTERPRETED_TILE if INTERPRETED else COMPILED_TILE)
         self._all = (1 << len(self.recipes)) - 1
         self._outputs = [self.tensors[name] for name in self.recipes]
         self._mask_tensor = _checked_mask_tensor(mask_tensor, self.device)
+        self.programs, self.vector = 0, 1
         if self.engine == "triton":
-            self._build()
+            self._build(tile or _default_tile())
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -360,11 +207,11 @@ class RefreshLaunch:
     def rebind(self, name: str, tensor: Tensor) -> None:
         """Bind another tensor under `name` and rewrite the descriptors that hold its address or shape.
 
-        An output keeps its shape: the work list is cut to it. Costs a copy to the device in stream order, so it is
-        not for a stream that captures.
+        Costs a copy to the device in stream order, so it is not for a stream that captures.
 
         Raises:
-            TypeError, ValueError: as when building; the old binding stays.
+            TypeError, ValueError: as when building; or an output changes its shape, or a launch that moves four
+                elements at a time is given a table that does not allow it. The old binding stays.
         """
         if name not in self.tensors:
             raise ValueError(f"{name!r} is no tensor of this launch, which binds {', '.join(sorted(self.tensors))}")
@@ -375,16 +222,17 @@ class RefreshLaunch:
                 f"{name}: the output has shape {list(self.tensors[name].shape)}, its new binding {list(tensor.shape)}: "
                 "build a new RefreshLaunch for another shape"
             )
-        self._bound = evolve(self._bound, tensors=tensors)
-        self._outputs = [tensors[each] for each in self.recipes]
+        bound = evolve(self._bound, tensors=tensors)
         if self.engine == "triton":
-            self._rewrite(name)
+            self._rewrite(bound, name)
+        self._bound = bound
+        self._outputs = [tensors[each] for each in self.recipes]
 
     def __call__(self, mask: int | None = None) -> None:
         """Refresh the recipes whose bit is set in `mask` (None: all), in one launch on the current stream.
 
-        Neither synchronises nor allocates. Outputs that are left out stay untouched. The written tensors' version
-        counters move, as after any in-place operation of torch.
+        The kernel's launch neither synchronises nor allocates. Outputs that are left out stay untouched. The written
+        tensors' version counters move, as after any in-place operation of torch.
         """
         if mask is None:
             mask = self._all
@@ -392,8 +240,9 @@ class RefreshLaunch:
             raise ValueError(f"mask {mask:#x} has bits beyond the {len(self.recipes)} recipes of this launch")
         if self.engine == "reference":
             self._refer(mask)
-        elif self._programs:
+        elif mask and self.programs:
             self._launch(mask)
+            self._count_writes(mask)
 
     def mask_of(self, *names: str) -> int:
         """The mask that selects these outputs."""
@@ -401,42 +250,58 @@ class RefreshLaunch:
         return sum(1 << order.index(name) for name in set(names))
 
     def _refer(self, mask: int) -> None:
-        mask &= int(self._mask_tensor)
+        if self._mask_tensor is not None:
+            mask &= int(self._mask_tensor)
         names = [name for bit, name in enumerate(self.recipes) if mask >> bit & 1]
         refresh_reference(self.recipes, self.tensors, self.geometry, names)
 
     def _launch(self, mask: int) -> None:
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self._launch(mask)
-        tile = self.tile
-        refresh_kernel[(self._programs,)](
-            self._planes, self._tiles, self._mask_tensor, mask, tile.rows, tile.blocks, tile.tokens, self._step
+            with torch.cuda.device(self.device):  # Triton launches on the current device, whatever its arguments are on
+                self._kernel[(self.programs,)](*self._arguments, mask, *self._sizes)
+        else:
+            self._kernel[(self.programs,)](*self._arguments, mask, *self._sizes)
+
+    def _count_writes(self, mask: int) -> None:
+        """Move the version counters, which a Triton store does not. A tensor made in inference mode has none."""
+        torch.autograd.graph.increment_version(
+            [output for bit, output in enumerate(self._outputs) if mask >> bit & 1 and not output.is_inference()]
         )
-        written = self._outputs
-        if mask != self._all:
-            written = [output for bit, output in enumerate(written) if mask >> bit & 1]
-        _count_write(written)
 
-    def _build(self) -> None:
-        self._rows: list[list[Plane]] = [self._bound.planes(name) for name in self.recipes]
+    def _build(self, tile: Tile) -> None:
+        from specfsm.kernels.refresh_kernel import refresh_kernel
+
+        self._kernel = refresh_kernel
+        self._rows = [self._bound.planes(name) for name in self.recipes]
         planes = [plane for rows in self._rows for plane in rows]
-        tiles = [tile for index, plane in enumerate(planes) for tile in _tiles(index, plane, self.tile)]
-        self._programs = len(tiles)
-        self._step = _vector(planes)
-        self._planes = torch.tensor([astuple(plane) for plane in planes], dtype=torch.int64).to(self.device)
-        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(self.device)
+        work = [item for index, plane in enumerate(planes) for item in _tiles(index, plane, tile)]
+        self.programs, self.vector = len(work), _vector(planes)
+        self._planes = _descriptors(planes, self.device)
+        tiles = torch.tensor(work, dtype=torch.int32).to(self.device)
+        mask_tensor = self._mask_tensor
+        if mask_tensor is None:
+            mask_tensor = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        self._arguments = (self._planes, tiles, mask_tensor)
+        self._sizes = (tile.rows, tile.blocks, tile.tokens, self.vector)
+        if self.device.type == "cuda" and self.programs:
+            self._launch(0)  # compiles and loads the kernel, which a capturing stream forbids; writes nothing
 
-    def _rewrite(self, name: str) -> None:
-        first = 0
+    def _rewrite(self, bound: Bindings, name: str) -> None:
+        rows = list(self._rows)
         for index, (out, recipe) in enumerate(self.recipes.items()):
-            rows = self._rows[index]
             if any(operand.name == name for operand in recipe.operands(out, self.recipes)):
-                self._rows[index] = rows = self._bound.planes(out)
-                written = torch.tensor([astuple(plane) for plane in rows], dtype=torch.int64)
-                self._planes[first : first + len(rows)] = written.to(self.device)
-            first += len(rows)
-        self._step = _vector([plane for rows in self._rows for plane in rows])
+                rows[index] = bound.planes(out)
+        if self.vector > _vector([plane for planes in rows for plane in planes]):
+            raise ValueError(
+                f"{name}: this launch moves {self.vector} elements at a time, and graphs may have captured it so, but "
+                "the new binding's address, strides or width are no multiples of that: build a new RefreshLaunch"
+            )
+        first = 0
+        for planes, old in zip(rows, self._rows, strict=True):
+            if planes is not old:
+                self._planes[first : first + len(planes)] = _descriptors(planes, self.device)
+            first += len(planes)
+        self._rows = rows
 
 
 def reciprocal(divisor: int) -> tuple[int, int]:
@@ -470,17 +335,27 @@ def _resolve(engine: Engine, device: torch.device) -> Engine:
         return "triton" if device.type == "cuda" else "reference"
     if engine not in ("reference", "triton"):
         raise ValueError(f'engine must be "auto", "reference" or "triton", got {engine!r}')
-    if engine == "triton" and device.type != "cuda" and not INTERPRETED:
+    if engine == "triton" and device.type != "cuda" and not _interpreted():
         raise ValueError(
             f"the Triton kernel runs on CUDA tensors; these are on {device}: use the reference, or set "
-            "TRITON_INTERPRET=1 before specfsm.kernels.refresh is imported"
+            "TRITON_INTERPRET=1 before Triton is first imported"
         )
     return engine
 
 
-def _checked_mask_tensor(mask_tensor: Tensor | None, device: torch.device) -> Tensor:
+def _interpreted() -> bool:
+    from specfsm.kernels import refresh_kernel  # imports Triton, which the reference does without
+
+    return refresh_kernel.INTERPRETED
+
+
+def _default_tile() -> Tile:
+    return INTERPRETED_TILE if _interpreted() else COMPILED_TILE
+
+
+def _checked_mask_tensor(mask_tensor: Tensor | None, device: torch.device) -> Tensor | None:
     if mask_tensor is None:
-        return torch.full((1,), -1, dtype=torch.int64, device=device)
+        return None
     if mask_tensor.dtype != torch.int64 or mask_tensor.shape != (1,) or mask_tensor.device != device:
         raise ValueError(
             f"mask_tensor must be int64 [1] on {device}, got {mask_tensor.dtype} {list(mask_tensor.shape)} "
@@ -489,11 +364,9 @@ def _checked_mask_tensor(mask_tensor: Tensor | None, device: torch.device) -> Te
     return mask_tensor
 
 
-def _count_write(tensors: Sequence[Tensor]) -> None:
-    """Move the version counters, which a Triton store does not. A tensor made in inference mode has none."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+def _descriptors(planes: Sequence[Plane], device: torch.device) -> Tensor:
+    """i64 [planes, fields]."""
+    return torch.tensor([astuple(plane) for plane in planes], dtype=torch.int64).to(device)
 
 
 def _address(tensor: Tensor, *index: int) -> int:

@@ -1,0 +1,318 @@
+"""Training data, unrolled training and the measure of acceptance, each against a plain way to get the same."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from specfsm.decode import train
+from specfsm.decode.head import MTPHead
+from specfsm.decode.train import Corpus, Sampler, Settings, Trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tiny target's operations are too small to share: a second thread would only be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+TINY = train.shrink(Settings(tiny=True, prompts=24, held_out=9, batch=8, steps=6, every=2, length=160))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    """A random target with its byte tokenizer, the training's attention functions registered."""
+    return train._load(TINY)
+
+
+def prompts_for(tokenizer: Any, *texts: str) -> list[tuple[str, list[int]]]:
+    """(kind, prompt tokens) pairs."""
+    return [("question", train.encode(tokenizer, text)) for text in texts]
+
+
+def answers(tiny: tuple[Any, Any], count: int = 5, **bounds: Any) -> Corpus:
+    """Greedy answers of the tiny target to ``count`` prompts of different lengths, over two rows."""
+    target, tokenizer = tiny
+    sampler = Sampler(target, 2, 64, tokenizer.eos_token_id)
+    prompts = prompts_for(tokenizer, *("ab" * (3 * n + 1) for n in range(count)))
+    with train.attention(target.config, "specfsm_sampler"):
+        return sampler.answer(prompts, [0.0] * count, **bounds)
+
+
+def test_prompts_are_different_and_seeded() -> None:
+    """As many as asked for, none twice, all kinds, all slots filled, and the same again for the same seed."""
+    prompts = train.make_prompts(2000, 5)
+    assert len({text for _, text in prompts}) == 2000
+    assert {kind for kind, _ in prompts} == set(train.TEMPLATES)
+    assert not any("{" in text or "  " in text for _, text in prompts)
+    assert prompts == train.make_prompts(2000, 5) != train.make_prompts(2000, 6)
+
+
+def test_held_out_prompts_share_no_template_and_no_word() -> None:
+    """Training and held-out prompts are made of disjoint templates and disjoint words."""
+    for items in train.TEMPLATES.values():
+        assert not set(train.held(items, 3, True)) & set(train.held(items, 3, False))
+        assert len(set(items)) == len(items)
+    for name, words in train.WORDS.items():
+        assert len(set(words)) == len(words), name
+    known = {text for _, text in train.make_prompts(5000, 0)}
+    assert not known & {text for _, text in train.make_prompts(500, 0, held_out=True)}
+
+
+@torch.no_grad()
+def test_sampler_answers_as_the_target_does(tiny: tuple[Any, Any]) -> None:
+    """Each greedy answer, whichever row and however late it began, is the target's own, token for token."""
+    target, _ = tiny
+    corpus = answers(tiny)
+    assert len(corpus.lens) == 5
+    for tokens, prompt, end in zip(corpus.tokens, corpus.prompt_lens.tolist(), corpus.lens.tolist(), strict=True):
+        logits = target(input_ids=tokens[None, :end].long()).logits[0]
+        assert torch.equal(logits[prompt - 1 : -1].argmax(-1).int(), tokens[prompt:end])
+        assert end == 64 or tokens[end - 1] == 0
+        assert not (tokens[prompt : end - 1] == 0).any()
+
+
+def test_sampler_stops_at_limit_and_deadline(tiny: tuple[Any, Any]) -> None:
+    """No document is longer than the limit; past the deadline nothing is begun."""
+    assert int(answers(tiny, limit=40).lens.max()) <= 40
+    with pytest.raises(ValueError, match="no time was left"):
+        answers(tiny, deadline=0.0)
+
+
+def test_temperature_draws_from_the_distribution(tiny: tuple[Any, Any]) -> None:
+    """Frequencies over many rows match softmax(logits / temperature); at temperature 0 all rows take the best."""
+    target, _ = tiny
+    rows = 20_000
+    sampler = Sampler(target, 1, 8, 0)
+    sampler.documents = torch.arange(2).repeat_interleave(rows)
+    sampler.temperatures = torch.tensor([0.7, 0.0])
+    logits = torch.tensor([1.0, 0.5, 0.0, -1.0])
+    torch.manual_seed(0)
+    warm, cold = sampler._draw(logits.expand(2 * rows, 4)).view(2, rows)
+    assert (cold == 0).all()
+    frequencies = torch.bincount(warm, minlength=4) / rows
+    torch.testing.assert_close(frequencies, (logits / 0.7).softmax(-1), atol=0.015, rtol=0)
+
+
+def test_questions_are_the_ended_user_turns(tiny: tuple[Any, Any]) -> None:
+    """Turns that the target ended become prompts, once each; cut ones are dropped."""
+    _, tokenizer = tiny
+    begin = train.user_turn(tokenizer)
+    turns = ["Why?<|end|>", "Why?<|end|>", "How<|end|>", "cut"]
+    rows = [begin + tokenizer(turn)["input_ids"] for turn in turns]
+    lens = torch.tensor([len(row) for row in rows])
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=9)
+    corpus = Corpus(tokens.int(), torch.full((4,), len(begin)), lens, ["x"] * 4)
+    assert train.questions(tokenizer, corpus) == [(train.ASKED, "Why?"), (train.ASKED, "How")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seq", [6, 13])
+def test_unrolled_steps_are_the_decode_loops(tiny: tuple[Any, Any], seq: int) -> None:
+    """For every start, the unrolled states equal drafting from that start alone with a key-value cache."""
+    target, _ = tiny
+    nextn = 3
+    torch.manual_seed(seq)
+    token_ids = torch.randint(0, 257, (1, seq))
+    states = target.model(input_ids=token_ids).last_hidden_state
+    unrolled_head = MTPHead(target.config, attn_implementation="specfsm_unrolled").attach(target)
+    cached_head = MTPHead(target.config, attn_implementation="sdpa").attach(target)
+    cached_head.load_state_dict(unrolled_head.state_dict())
+    unrolled = list(train.unroll(unrolled_head, states, token_ids, nextn))
+    for start in range(seq - nextn):
+        for step, drafted in enumerate(draft(cached_head, states, token_ids, start, nextn)):
+            torch.testing.assert_close(unrolled[step][0, start], drafted, atol=1e-4, rtol=1e-4)
+
+
+def draft(head: MTPHead, states: Any, token_ids: Any, start: int, nextn: int) -> list[torch.Tensor]:
+    """Draft from one start: the accepted tokens at once, then one token a step on the head's own state."""
+    cache = DynamicCache(config=head.config)
+    name = "cache" if "cache" in head.layer.forward.__wrapped__.__code__.co_varnames else "past_key_values"
+    positions = torch.arange(start + 1)[None]
+    current = head(states[:, : start + 1], token_ids[:, 1 : start + 2], positions, **{name: cache})[:, -1:]
+    drafted = [current[0, 0]]
+    for step in range(1, nextn):
+        position = torch.tensor([[start + step]])
+        current = head(current, token_ids[:, start + step + 1, None], position, **{name: cache})
+        drafted.append(current[0, 0])
+    return drafted
+
+
+@pytest.mark.parametrize("soft", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("count", [1, 8, 13])
+def test_distillation_gradient(soft: float, count: int) -> None:
+    """Loss and gradient of the chunked operation are autograd's of the formula, whatever the last chunk's size."""
+    torch.manual_seed(count)
+    lm_head, weight = torch.randn(31, 6, dtype=torch.double), torch.rand(count, dtype=torch.double)
+    student = torch.randn(count, 6, dtype=torch.double, requires_grad=True)
+    teacher = torch.randn(count, 6, dtype=torch.double)
+    wanted = teacher @ lm_head.T
+    goal = soft * wanted.softmax(-1) + (1 - soft) * F.one_hot(wanted.argmax(-1), 31)
+    plain = -((goal * (student @ lm_head.T).log_softmax(-1)).sum(-1) * weight).sum()
+    (expected,) = torch.autograd.grad(plain, student)
+
+    def rows(*parts: torch.Tensor) -> Any:
+        return train.distill_rows(parts[0], parts[1], parts[2], parts[3], soft)
+
+    loss, agree = train.distill(student, teacher, weight, lm_head, 8, rows)
+    (grad,) = torch.autograd.grad(3 * loss, student)
+    torch.testing.assert_close(loss, plain, check_dtype=False, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grad, 3 * expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(agree, (student @ lm_head.T).argmax(-1) == wanted.argmax(-1))
+
+
+def test_starts_cover_the_answer() -> None:
+    """From the last prompt token to the last one that has a token to predict."""
+    found = train.starts(torch.tensor([2, 4]), torch.tensor([7, 5]), 8, 2)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [[1, 2, 3], []]
+
+
+def test_batches_hold_each_document_once_an_epoch() -> None:
+    """Documents of one padded length, at most so many tokens, all seen once, in an order that the seed decides."""
+    lens = torch.tensor([10, 60, 64, 65, 100, 128, 190] * 3)
+    corpus = Corpus(torch.zeros(21, 192), torch.ones(21), lens, ["x"] * 21)
+    order, again = train.batches(corpus, 256, 1), train.batches(corpus, 256, 1)
+    seen: list[int] = []
+    while len(seen) < 21:
+        batch = next(order)
+        assert torch.equal(batch, next(again))
+        assert len(set(train.padded(lens[batch]).tolist())) == 1
+        assert int(train.padded(lens[batch]).sum()) <= 256
+        seen += batch.tolist()
+    assert sorted(seen) == list(range(21))
+
+
+@pytest.mark.parametrize(
+    ("matches", "nextn", "tokens", "forwards", "reached", "accepted"),
+    [
+        # prompt of 2, ten tokens in all: after the first answer token, seven more to come from start 1
+        ([[0] * 10, [0] * 10], 1, 7, 7, [7], [0]),
+        ([[1] * 10, [1] * 10], 1, 7, 4, [4], [4]),
+        ([[1] * 10, [1] * 10], 2, 7, 3, [3, 2], [3, 2]),
+        ([[1] * 10, [0] * 10], 2, 7, 4, [4, 3], [4, 0]),
+    ],
+)
+def test_replay_counts_as_decoding_does(
+    matches: list[list[int]], nextn: int, tokens: int, forwards: int, reached: list[int], accepted: list[int]
+) -> None:
+    """Hand-counted documents: never a draft, always one, always two, the second always wrong."""
+    found = train.replay(torch.tensor(matches)[:, None], torch.tensor([2]), torch.tensor([10]), nextn)
+    assert found.tokens == tokens
+    assert found.forwards == forwards
+    assert (found.reached, found.accepted) == (reached, accepted)
+
+
+@torch.no_grad()
+def test_replay_agrees_with_a_real_loop(tiny: tuple[Any, Any]) -> None:
+    """Tokens a forward, computed from the matches of all starts, are those of drafting and verifying in turn."""
+    target, _ = tiny
+    corpus = answers(tiny)
+    head = MTPHead(target.config, attn_implementation="specfsm_unrolled").attach(target).start_from(target)
+    trainer = Trainer(target, head, corpus, TINY, train._rows(TINY, target))
+    train.fit_fuse(trainer, torch.arange(5))
+    found = train.evaluate(trainer, corpus)["all"][3]
+    cached_head = MTPHead(target.config, attn_implementation="sdpa").attach(target)
+    cached_head.load_state_dict(head.state_dict())
+    forwards = sum(decode(target, cached_head, corpus, row, 3) for row in range(5))
+    assert found.forwards == forwards
+    assert found.tokens == int((corpus.lens - corpus.prompt_lens - 1).sum()) > forwards
+
+
+def decode(target: Any, head: MTPHead, corpus: Corpus, row: int, nextn: int) -> int:
+    """Decode a document again with drafts; returns the target's forwards after the prompt's."""
+    tokens, end = corpus.tokens[row : row + 1].long(), int(corpus.lens[row])
+    states = target.model(input_ids=tokens[:, :end]).last_hidden_state
+    start, forwards = int(corpus.prompt_lens[row]) - 1, 0
+    while start + 2 < end:
+        forwards += 1
+        # drafting on the document's own tokens is drafting on the drafts, as long as those are right
+        reach = min(nextn, end - 2 - start)
+        guesses = [int(head.logits(state).argmax()) for state in draft(head, states, tokens, start, reach)]
+        good = 0
+        while good < reach and guesses[good] == tokens[0, start + 2 + good]:
+            good += 1
+        start += good + 1
+    return forwards
+
+
+def test_tiny_run_learns_and_saves(tmp_path: Path) -> None:
+    """The whole of it: data, training, report, and a head that loads and drafts better than at the start."""
+    settings = dataclasses.replace(
+        TINY, steps=20, every=10, output=str(tmp_path / "head.safetensors"), report=str(tmp_path / "report.json")
+    )
+    report = train.train(settings)
+    assert set(report["all"]) == {1, 2, 3}
+    head = MTPHead.load(settings.output)
+    assert head.metadata["seed"] == "0"
+    assert head.metadata["nextn"] == "3"
+    written = json.loads(Path(settings.report).read_text())
+    assert written["held_out"]["all"]["3"]["tokens_per_forward"] == round(report["all"][3].mean, 4)
+    assert set(written["held_out"]) == {"all", *train.TEMPLATES}
+
+
+def test_loss_falls(tiny: tuple[Any, Any]) -> None:
+    """A few steps on the same documents lower the loss and raise the agreement."""
+    target, _ = tiny
+    head = MTPHead(target.config, attn_implementation="specfsm_unrolled").attach(target).start_from(target)
+    trainer = Trainer(target, head, answers(tiny), TINY, train._rows(TINY, target))
+    losses, agreements = zip(*(trainer.step(torch.arange(5), 0.2) for _ in range(60)), strict=True)
+    assert losses[-1] < 0.9 * losses[0]
+    assert agreements[-1][0] > agreements[0][0]
+
+
+def test_same_seed_same_head_and_resuming_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs, one of them stopped and resumed from its checkpoint, end in the same weights."""
+
+    def run(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+        output = tmp_path / f"{name}.safetensors"
+        train.train(dataclasses.replace(TINY, output=str(output), **changes))
+        return load_file(output)
+
+    checkpoint = str(tmp_path / "checkpoint")
+    expected = run("whole")
+    step, taken = Trainer.step, []
+
+    def stopped(trainer: Trainer, *rest: Any) -> Any:
+        taken.append(rest)
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+        return step(trainer, *rest)
+
+    monkeypatch.setattr(Trainer, "step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run("resumed", checkpoint=checkpoint)
+    resumed = run("resumed", checkpoint=checkpoint)
+    assert len(taken) == 4 + 4, "it went on from step 2"
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_a_run_without_time_says_so(tmp_path: Path) -> None:
+    """A run without the time to answer a prompt says so."""
+    output = tmp_path / "head.safetensors"
+    settings = dataclasses.replace(TINY, steps=0, minutes=1e-6, asked=0.0, output=str(output))
+    with pytest.raises(ValueError, match="no time was left"):
+        train.train(settings)
+
+
+def test_options_are_the_settings() -> None:
+    """Each setting is an option with its default; ``--tiny`` shrinks what was not given."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert train.from_arguments(parser.parse_args([])) == Settings()
+    settings = train.from_arguments(parser.parse_args(["--tiny", "--steps", "7", "--batch-tokens", "512"]))
+    assert (settings.steps, settings.batch_tokens, settings.batch) == (7, 512, train.TINY["batch"])
+    assert "--answering" in parser.format_help()
