@@ -1,4 +1,4 @@
-"""The command line: ``specfsm diagram``, ``specfsm explain``. Each subcommand is one function that registers itself.
+"""The command line: ``specfsm decode``, ``diagram``, ``explain``. Each subcommand registers itself by a function.
 
 Modules that need torch are imported by the command that uses them, so that ``--help`` and ``diagram`` answer at once.
 """
@@ -198,7 +198,39 @@ def _events_of_paths() -> str:
     return "; ".join(f"{path}: {', '.join(names)}" for path, names in events.items())
 
 
-COMMANDS = (add_diagram, add_explain)
+# decode
+
+
+def add_decode(commands: Any) -> None:
+    """Register ``specfsm decode``."""
+    from specfsm.decode import command
+
+    parser = _command(
+        commands,
+        "decode",
+        "Decode speculatively on a real model, and show what the machine did",
+        "A target and a draft, each with a KV cache of its own, take turns on one attention-metadata object. Text\n"
+        "that was drafted and accepted is green; a summary tells what was refreshed, and what need not be.\n\n"
+        "exit codes: 0 done; 1 --verify found a difference; 2 wrong use; 3 the machine refused a transition",
+        command.EXAMPLES,
+    )
+    command.add_arguments(parser)
+    parser.set_defaults(run=run_decode)
+
+
+def run_decode(arguments: argparse.Namespace) -> int:
+    """Decode, and turn a mistake in its use into one line."""
+    from specfsm.decode.command import DecodeError, decode
+
+    try:
+        return decode(arguments)
+    except ImportError as error:
+        raise UsageError(f"{error}: decoding needs pip install 'specfsm[decode]'") from error
+    except DecodeError as error:
+        raise UsageError(str(error)) from error
+
+
+COMMANDS = (add_decode, add_diagram, add_explain)
 """What registers each subcommand, in the order that ``--help`` lists them."""
 
 

@@ -146,6 +146,7 @@ class Orchestrator:
         self._made = self._lazy | self.ledger.mask(
             each.name for each in resources if isinstance(each, Pointer | Alias) or len(each.attributes) > 1
         )
+        self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
         self._mutated = 0
         self._pulled = [(-1, -1, -1) for _ in Domain]
         self._owner = threading.current_thread()
@@ -252,8 +253,9 @@ class Orchestrator:
         """
         binding, place = self._place(resource, domain)
         kind = self.backend.resources[place]
+        self._pull(binding)
         if value is None:
-            self.declined[binding.domain] |= 1 << place
+            self.declined[binding.domain] |= self.ledger.stale[binding.domain] & 1 << place
             return
         if isinstance(kind, Buffer):
             _require_bound(resource, binding, place, value)
@@ -264,6 +266,14 @@ class Orchestrator:
         if kind.lazy:
             self.ledger.bind(binding.domain, place)
         self._stamp(binding, 1 << place)
+
+    def announce(self, batch: Batch, domain: Domain | None = None) -> None:
+        """Say what the next phase of a domain runs, before it begins: an engine that refreshes by itself (``guard``)
+        announces, writes, publishes, and only then fires the event with the same batch."""
+        binding = self.switch.active if domain is None else self.bindings[domain]
+        _require_room("announce", batch, binding)
+        self._pull(binding)
+        self._see(binding, batch)
 
     def dirty(self, resource: str, domain: Domain | None = None) -> None:
         """Declare an in-place edit: the resource, and what is derived from it, is stale until refreshed."""
@@ -361,7 +371,7 @@ class Orchestrator:
         if not move.refreshes or path is None:
             return None, 0, 0
         steps = self.switch.scripts[path][binding.domain]
-        return binding.domain, written, steps.refreshable & ~self._lazy & ~written
+        return binding.domain, written & ~self._lazy, steps.refreshable & ~self._lazy & ~written
 
     def _admit(self, move: Move, binding: Binding, path: Path | None, batch: Batch | None) -> None:
         """Step 2: whatever can be known before anything changes."""
@@ -388,10 +398,8 @@ class Orchestrator:
     def _change(self, move: Move, binding: Binding, path: Path, batch: Batch | None) -> int:
         """Steps 3 to 5; the mask of what was refreshed."""
         steps = self.switch.scripts[path][binding.domain]
-        if batch is not None and batch is not binding.batch:
-            for moved in batch.moved(binding.batch):
-                self.ledger.move(binding.domain, moved)
-            binding.see(batch)
+        if batch is not None:
+            self._see(binding, batch)
         entered = move.activates is not None and binding is not self.switch.active
         if entered:
             self._activate(binding, path, steps)
@@ -399,6 +407,13 @@ class Orchestrator:
         if self.check:
             self._verify(move, binding, steps, entered)
         return written
+
+    def _see(self, binding: Binding, batch: Batch) -> None:
+        """Take `batch` as the domain's, and move the inputs in which it differs from the last one."""
+        if batch is not binding.batch:
+            for moved in batch.moved(binding.batch):
+                self.ledger.move(binding.domain, moved)
+            binding.see(batch)
 
     def _activate(self, binding: Binding, path: Path, steps: Script) -> None:
         """Step 3: the metadata takes the values of `binding`."""
@@ -416,7 +431,7 @@ class Orchestrator:
     def _refresh(self, binding: Binding, steps: Script) -> int:
         """Step 4: whatever is stale, producers before consumers, all tables in one launch."""
         domain, ledger = binding.domain, self.ledger
-        stale = ledger.stale[domain] & ledger.bound[domain] & steps.refreshable
+        stale = ledger.stale[domain] & steps.refreshable
         if not stale:
             return 0
         written, declined = binding.refresh(stale, ledger)
@@ -436,9 +451,11 @@ class Orchestrator:
             stale = 0
         else:
             domain = binding.domain
-            stale = self.ledger.stale[domain] & self.ledger.bound[domain] & steps.required if move.requires else 0
-            if self.guard and binding is not self.switch.target:
-                missing |= self.ledger.bound[TARGET] & self._lazy & ~self.ledger.bound[DRAFT]
+            stale = self.ledger.stale[domain] & steps.required if move.requires else 0
+            if self.guard:
+                stale &= ~self._kept
+                if binding is not self.switch.target:
+                    missing |= self.ledger.bound[TARGET] & self._lazy & ~self.ledger.bound[DRAFT]
         if stale or missing:
             raise staleness(self, move, binding, stale, missing)
 

@@ -72,12 +72,13 @@ class Pass:
         self.metadata = metadata
         self.batch = batch
         self.publish = publish
-        self.lens = metadata.kv_lens_cuda_runtime.long()
-        new = metadata._seq_lens_cuda_runtime.long()
+        self.page = int(metadata.tokens_per_block)
+        self.lens: torch.Tensor = metadata.kv_lens_cuda_runtime.long()
+        new: torch.Tensor = metadata._seq_lens_cuda_runtime.long()
         arange = torch.arange(batch.num_tokens, device=new.device)
         self.rows = torch.repeat_interleave(arange[: len(batch)], new, output_size=batch.num_tokens)
         back = new.cumsum(0)[self.rows] - arange  # 1 for a request's last token
-        self.positions = self.lens[self.rows] - back
+        self.positions: torch.Tensor = self.lens[self.rows] - back
         self.queries = self._queries(new, back)
 
     def _queries(self, new: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -89,16 +90,16 @@ class Pass:
     @property
     def block(self) -> torch.Tensor:
         """[T], which of its request's blocks each token lies in."""
-        return self.positions // int(self.metadata.tokens_per_block)
+        return self.positions // self.page
 
     @property
     def offset(self) -> torch.Tensor:
         """[T], each token's place in its block."""
-        return self.positions % int(self.metadata.tokens_per_block)
+        return self.positions % self.page
 
     def live_blocks(self) -> int:
         """Blocks of the longest request."""
-        return -(-max(self.batch.kv_lens) // int(self.metadata.tokens_per_block))
+        return -(-max(self.batch.kv_lens) // self.page)
 
     def spread(self, packed: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """[T, …] → [n, Q, …], by query place; padding reads token 0 and is masked."""
@@ -122,7 +123,8 @@ class Pass:
         """
         at = torch.where(queries >= 0, self.positions[queries.clamp(min=0)], 0)
         inside = keys < self.lens[rows, None]
-        return (keys[:, None, :] <= at[:, :, None]) & inside[:, None, :]
+        visible: torch.Tensor = (keys[:, None, :] <= at[:, :, None]) & inside[:, None, :]
+        return visible
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -174,7 +176,7 @@ def latent_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if row.shape[1] > LATENT:
         groups, dim = key.shape[1:]
         raise ValueError(
-            f"{groups} KV heads of {dim} need {row.shape[1]} of FlashMLA's {LATENT} latent elements; use --backend trtllm"
+            f"{groups} KV heads of {dim} need {row.shape[1]} elements of FlashMLA's {LATENT}: use --backend trtllm"
         )
     return functional.pad(row, (0, LATENT + ROPE - row.shape[1]))
 
@@ -231,25 +233,24 @@ class FlashMLAPass(Pass):
     def _split(self, pages: torch.Tensor, wide: torch.Tensor, out: torch.Tensor, rows: slice, scale: float) -> None:
         """Generation rows: the schedule's pieces, joined by their log-sum-exps."""
         splits = self._schedule(rows)
-        page = int(self.metadata.tokens_per_block)
         width = int((splits.end - splits.begin).max())
         columns = splits.begin[:, None] + torch.arange(width, device=wide.device)
         table = self.metadata.block_ids_per_seq
         ids = table[splits.request[:, None], columns.clamp(max=table.shape[1] - 1)].long()
         request = splits.request + rows.start
-        partial, lse = self._pieces(pages, wide, ids, request, splits.begin * page, splits.end * page, scale)
+        partial, lse = self._pieces(pages, wide, ids, request, splits.begin * self.page, splits.end * self.page, scale)
         self.pack(splits.join(partial, lse, rows.stop - rows.start), out, rows)
 
     def _schedule(self, rows: slice) -> Splits:
         """The plan that the metadata carries, made by the first layer that finds none."""
         metadata = self.metadata
-        if metadata.flash_mla_tile_scheduler_metadata is None:
-            tiles, num_splits = plan_splits(self.lens[rows], int(metadata.tokens_per_block))
+        tiles = metadata.flash_mla_tile_scheduler_metadata
+        if tiles is None:
+            tiles, num_splits = plan_splits(self.lens[rows], self.page)
             self.publish("flash_mla_tile_scheduler_metadata", tiles)
             self.publish("flash_mla_num_splits", num_splits)
         if self.splits is None:
-            blocks = -(-self.lens[rows] // int(metadata.tokens_per_block))
-            self.splits = Splits.read(metadata.flash_mla_tile_scheduler_metadata, blocks)
+            self.splits = Splits.read(tiles, -(-self.lens[rows] // self.page))
         return self.splits
 
     def _pieces(
@@ -297,9 +298,9 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] → ([1, T, H, D], no weights)."""
-    packed = (each[0].transpose(0, 1) for each in (query, key, value))
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     layer: Any = module.layer_idx
-    return forward_pass.attend(layer, *packed, scale=scaling)[None], None
+    return forward_pass.attend(layer, queries, keys, values, scaling)[None], None
 
 
 def no_mask(*_: Any, **__: Any) -> None:

@@ -163,7 +163,9 @@ class PagedKVCache:
         """Bring every offloaded page of the request back, each into whatever slot is free."""
         gone = [block for block in self._owned[request].blocks if block in self._host_of]
         if len(gone) > self.free_blocks:
-            raise PoolExhausted(f"request {request} has {len(gone)} offloaded pages, but {self.free_blocks} slots are free")
+            raise PoolExhausted(
+                f"request {request} has {len(gone)} offloaded pages, but {self.free_blocks} slots are free"
+            )
         for block in gone:
             place, slot = self._host_of.pop(block), self._free_slots.pop(0)
             self.pool[slot].copy_(self.host_pool[place])

@@ -37,7 +37,7 @@ EXAMPLES = """\
   specfsm decode --trace trace.json                open it at ui.perfetto.dev"""
 
 
-class DecodeError(Exception):
+class DecodeError(ValueError):
     """What was asked cannot be decoded. The message is one line that says what can."""
 
 
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompts", metavar="PROMPT", nargs="*", help=f"what to answer; several run as one batch ({DEFAULT_PROMPT!r})")
     model = parser.add_argument_group("models")
-    model.add_argument("--target", metavar="PATH", help="a transformers model's folder (default: SmolLM2-135M-Instruct)")
+    model.add_argument(
+        "--target", metavar="PATH", help="a transformers model's folder (default: SmolLM2-135M-Instruct)"
+    )
     model.add_argument(
         "--draft",
         default="self",
@@ -56,19 +58,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     run = parser.add_argument_group("decoding")
-    run.add_argument("--backend", default="trtllm", metavar="NAME", help="attention backend: trtllm or flash_mla (%(default)s)")
+    run.add_argument(
+        "--backend", default="trtllm", metavar="NAME", help="attention backend: trtllm or flash_mla (%(default)s)"
+    )
     run.add_argument("--draft-len", type=int, default=3, metavar="L", help="draft tokens a step (%(default)s)")
     run.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (%(default)s)")
-    run.add_argument("--rows", choices=[order.value for order in RowOrder], default="batch", help="row order of the KV managers")
+    run.add_argument(
+        "--rows", choices=[order.value for order in RowOrder], default="batch", help="row order of the KV managers"
+    )
     run.add_argument("--device", default="cpu", help="where to run (%(default)s)")
-    run.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and caches (%(default)s)")
+    run.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and caches (%(default)s)"
+    )
     machine = parser.add_argument_group("the machine")
-    machine.add_argument("--verify", action="store_true", help="decode with the target alone too; exit code 1 if a token differs")
-    machine.add_argument("--break", dest="broken", metavar="RESOURCE", help="drop that resource's refresh in the draft's cache (target:RESOURCE for the target's); exit code 3")
-    machine.add_argument("--unchecked", action="store_true", help="with --break: verify nothing, go on with the stale resource")
-    machine.add_argument("--check", choices=("stamps", "tensors"), default="stamps", help="what is verified (%(default)s)")
+    machine.add_argument(
+        "--verify", action="store_true", help="decode with the target alone too; exit code 1 if a token differs"
+    )
+    machine.add_argument(
+        "--break",
+        dest="broken",
+        metavar="RESOURCE",
+        help="drop that resource's refresh in the draft's cache (target:RESOURCE for the target's); exit code 3",
+    )
+    machine.add_argument(
+        "--unchecked", action="store_true", help="with --break: verify nothing, go on with the stale resource"
+    )
+    machine.add_argument(
+        "--check", choices=("stamps", "tensors"), default="stamps", help="what is verified (%(default)s)"
+    )
     out = parser.add_argument_group("output")
-    out.add_argument("--trace", metavar="FILE", type=Path, help="write every phase and refresh as JSON that Perfetto opens")
+    out.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write every phase and refresh as JSON that Perfetto opens"
+    )
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -120,7 +141,7 @@ def decode(arguments: argparse.Namespace) -> int:
     except IllegalTransition as error:
         if arguments.json:
             print(json.dumps({"refused": type(error).__name__, "message": str(error)}))
-        Console(stderr=True, highlight=False).print(f"\n{type(error).__name__}: {error}", style="bold red", markup=False)
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         return REFUSED
     alone = session.run([], None, alone=True) if arguments.verify else None
     _report(session, console, run, alone)
@@ -161,7 +182,9 @@ class Session:
             return "", Domain.DRAFT
         domain, _, name = self.arguments.broken.rpartition(":")
         if domain not in ("", "target", "draft"):
-            raise DecodeError(f"--break takes RESOURCE, draft:RESOURCE or target:RESOURCE, not {self.arguments.broken!r}")
+            raise DecodeError(
+                f"--break takes RESOURCE, draft:RESOURCE or target:RESOURCE, not {self.arguments.broken!r}"
+            )
         try:
             FLAVOURS[self.arguments.backend].backend().resource(name)
         except KeyError as error:
@@ -186,12 +209,16 @@ class Session:
         writer = _Writer(live, self.tokenizer) if live is not None else None
         started = time.perf_counter()
         crash = ""
+
+        def note(emission: Emission) -> None:
+            emissions.append(emission)
+            if writer is not None:
+                writer.write(emission)
+
         try:
-            loop.run(lambda emission: (emissions.append(emission), writer and writer.write(emission)))  # type: ignore[func-returns-value]  # both are called for their effect
-        except IllegalTransition:
-            raise
+            loop.run(note)
         except (IndexError, RuntimeError) as error:
-            if check != "off":
+            if check != "off" or isinstance(error, IllegalTransition):
                 raise
             crash = f"{type(error).__name__}: {error}".splitlines()[0]
         run = _collect(ids, emissions, loop, time.perf_counter() - started)
@@ -307,13 +334,21 @@ def _summary(run: Run) -> str:
 def _phases(run: Run) -> Any:
     from rich.table import Table
 
-    table = Table("event", "count", "total", "mean", "refreshes run", "proven unnecessary", title="what the machine did")
+    table = Table(
+        "event", "count", "total", "mean", "refreshes run", "proven unnecessary", title="what the machine did"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for phase in run.phases:
         total = phase["total_ns"] / 1e6
         mean = phase["total_ns"] / phase["count"] / 1e3
-        cells = (str(phase["count"]), f"{total:.2f} ms", f"{mean:.0f} µs", str(phase["refreshed"]), str(phase["proven"]))
+        cells = (
+            str(phase["count"]),
+            f"{total:.2f} ms",
+            f"{mean:.0f} µs",
+            str(phase["refreshed"]),
+            str(phase["proven"]),
+        )
         table.add_row(phase["event"], *cells)
     return table
 
@@ -327,7 +362,8 @@ def _verdict(session: Session, console: Console, run: Run, alone: Run) -> None:
         )
         return
     for number, (ours, theirs) in enumerate(zip(run.outputs, alone.outputs, strict=True)):
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        place = next((index for index, pair in pairs if pair[0] != pair[1]), min(len(ours), len(theirs)))
         if ours != theirs:
             console.print(
                 f"DIFFERENT: prompt {number}, token {place}: speculative {session.text(ours[place : place + 1])!r},"
@@ -345,7 +381,8 @@ def _compare(session: Session, console: Console, drop: Sequence[Any]) -> int:
     if session.arguments.json:
         print(json.dumps({"healthy": asdict(healthy), "broken": asdict(broken)}, indent=2))
         return 0
-    console.print(f"unchecked: {name} [{domain}] was never refreshed, and nothing said so", style="bold yellow")
+    warning = f"unchecked: {name} [{domain}] was never refreshed, and nothing said so"
+    console.print(warning, style="bold yellow", markup=False)
     for title, run in (("healthy", healthy), ("broken", broken)):
         console.rule(title, align="left")
         for output in run.outputs:
@@ -356,20 +393,7 @@ def _compare(session: Session, console: Console, drop: Sequence[Any]) -> int:
     same = healthy.outputs == broken.outputs
     change = "the text is the same" if same else "the text CHANGED"
     console.rule()
-    console.print(f"{change}; accepted: {healthy.rate:.0%} → {broken.rate:.0%}. Without --unchecked this run is refused.")
+    console.print(
+        f"{change}; accepted: {healthy.rate:.0%} → {broken.rate:.0%}. Without --unchecked this run is refused."
+    )
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """For ``python -m specfsm.decode.command``."""
-    parser = argparse.ArgumentParser(prog="specfsm decode")
-    add_arguments(parser)
-    try:
-        return decode(parser.parse_args(argv))
-    except DecodeError as error:
-        print(f"specfsm decode: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -211,18 +211,17 @@ class DecodeLoop:
         """Take waiting requests in while both pools can hold every running one at its longest."""
         while self.waiting and len(self.running) < self.settings.max_requests:
             request = self.waiting[0]
-            if any(self._promised(cache) + self._need(cache, request) > cache.geometry.blocks_in_primary_pool for cache in self.caches):
+            if not all(self._fits(cache, request) for cache in self.caches):
                 return
             for cache in self.caches:
                 cache.add(request.id)
             self.running.append(self.waiting.pop(0))
 
-    def _promised(self, cache: PagedKVCache) -> int:
-        return sum(self._need(cache, request) for request in self.running)
-
-    def _need(self, cache: PagedKVCache, request: Request) -> int:
-        longest = request.prompt_len + request.max_new_tokens + self.settings.window
-        return cache.geometry.blocks(longest)
+    def _fits(self, cache: PagedKVCache, request: Request) -> bool:
+        """Whether the pool holds this request and every running one at its longest."""
+        beside = self.settings.window
+        longest = [each.prompt_len + each.max_new_tokens + beside for each in (*self.running, request)]
+        return sum(map(cache.geometry.blocks, longest)) <= cache.geometry.blocks_in_primary_pool
 
     def _release(self, request: Request) -> None:
         for cache in self.caches:
@@ -265,11 +264,12 @@ class DecodeLoop:
         inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         self.fsm.target_prepare(batch)
-        states = self.target(self._tensor(sum(inputs.values(), [])), None, self._pass(batch))
+        states = self.target(self._tensor(inputs.values()), None, self._pass(batch))
         self.forwards += 1
         emissions = []
-        for request, own in zip(rows, states.split(batch.tokens), strict=True):
-            emissions.append(self._accept(request, own, self.target.logits(own[-1 - len(request.drafted) :])))
+        for request, own in zip(rows, torch.split(states, list(batch.tokens)), strict=True):
+            logits = self.target.logits(own[-1 - len(request.drafted) :])
+            emissions.append(self._accept(request, own, logits))
         return emissions
 
     def _accept(self, request: Request, states: torch.Tensor, logits: torch.Tensor) -> Emission:
@@ -303,15 +303,15 @@ class DecodeLoop:
             self.draft_cache.reserve(request.id, len(request.tokens) + self.settings.window)
         inputs = {request.id: request.tokens[request.draft_rows + shift :] for request in rows}
         batch = _batch(rows, {r.id: r.draft_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
-        tokens, states = self._tensor(sum(inputs.values(), [])), _joined(rows) if shift else None
+        tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None
         by_id = {request.id: request for request in rows}
         steps = max(min(self.settings.draft_len, request.remaining - 1) for request in rows)
         with self.fsm.draft_forward(batch):
             for step in range(steps):
                 states = self.draft(tokens, states, self._pass(batch))[_last(batch, tokens.device)]
                 tokens = self.draft.logits(states).argmax(-1)
-                for request, token in zip(batch.request_ids, tokens.tolist(), strict=True):
-                    by_id[request].drafted.append(token)
+                for row, token in zip(batch.request_ids, tokens.tolist(), strict=True):
+                    by_id[row].drafted.append(token)
                 if step + 1 < steps:
                     batch, order = self._advance(batch)
                     tokens, states = tokens[order], states[order]
@@ -329,8 +329,9 @@ class DecodeLoop:
     def _pass(self, batch: Batch) -> Pass:
         return self.flavour.forward_pass(self.metadata, batch, self.fsm.publish)
 
-    def _tensor(self, tokens: list[int]) -> torch.Tensor:
-        return torch.tensor(tokens, dtype=torch.long, device=self.settings.device)
+    def _tensor(self, tokens: Iterable[list[int]]) -> torch.Tensor:
+        packed = [token for each in tokens for token in each]
+        return torch.tensor(packed, dtype=torch.long, device=self.settings.device)
 
 
 def _batch(rows: Sequence[Request], before: dict[int, int], new: dict[int, int]) -> Batch:

@@ -77,7 +77,8 @@ class HeadDraft:
 
     def __call__(self, tokens: torch.Tensor, states: torch.Tensor | None, forward_pass: Pass) -> torch.Tensor:
         assert states is not None, "a head drafts from the target's states"
-        return self.head(states, tokens, forward_pass.positions, forward_pass=forward_pass, attention_mask=None)
+        kwargs: dict[str, Any] = {"forward_pass": forward_pass, "attention_mask": None}
+        return self.head.forward(states, tokens, forward_pass.positions, **kwargs)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.head.logits(states)
@@ -120,7 +121,9 @@ def make_draft(spec: str, target: Model, load: Any, *, dtype: torch.dtype, devic
         file = Path(argument) if argument else default_head()
         return HeadDraft(MTPHead.load(file, dtype=dtype, device=device, attn_implementation=ATTENTION), target)
     if not Path(spec).exists():
-        raise ValueError(f"no draft {spec!r}: it is self, early-exit:K, mtp, mtp:FILE, or a transformers model's folder")
+        raise ValueError(
+            f"no draft {spec!r}: it is self, early-exit:K, mtp, mtp:FILE, or a transformers model's folder"
+        )
     draft = Model(load(spec))
     if draft.config.vocab_size != target.config.vocab_size:
         raise ValueError(

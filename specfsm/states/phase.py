@@ -67,7 +67,7 @@ RESTORE = Move(
     requires=(TARGET_INTACT,),
     why="the draft is done: the originals return and nothing is refilled, since the target kept its own buffers",
 )
-FINISH = Move("finish", Phase.IDLE, why="the loop ends or pauses: no phase is active and no batch is current")
+FINISH = Move("finish", Phase.IDLE, why="the loop ends or pauses: no phase is active")
 FAULT = Move("fault", Phase.FAULTED, why="an undo failed: the metadata is neither target's nor draft's")
 RESET = Move("reset", Phase.IDLE, why="the engine repaired the metadata: the target is bound, all is stale")
 

@@ -131,9 +131,10 @@ class Ledger:
         self.stale[domain] |= 1 << place | self.follow[place]
 
     def unbind(self, domain: Domain, mask: int) -> None:
-        if self.bound[domain] & mask:
+        if (self.bound[domain] | self.stale[domain]) & mask:
             self._saved = None
             self.bound[domain] &= ~mask
+            self.stale[domain] &= ~mask
 
     def move(self, domain: Domain, source: str) -> None:
         """An input moved (or a resource's contents were edited, which makes the resource itself stale too)."""
@@ -168,14 +169,15 @@ class Ledger:
         return Freshness.STALE if self.stale[domain] & bit else Freshness.FRESH
 
     def moved(self, domain: Domain, name: str) -> dict[str, tuple[int, int]]:
-        """Source → (version at the last refresh, version now) of whatever moved since; inputs before resources."""
+        """Source → (version at the last refresh, version now) of what moved since: inputs, or if none did, resources."""
         stamp = self.stamps[domain][self.index[name]]
         now = self.versions[domain]
         places = sorted(self.position[source] for source in (*self.sources[name], name))
         named = tuple(self.position)
         if stamp is None:
             return {named[place]: (0, now[place]) for place in places if named[place] in self.inputs}
-        return {named[place]: (stamp[place], now[place]) for place in places if stamp[place] != now[place]}
+        moved = {named[place]: (stamp[place], now[place]) for place in places if stamp[place] != now[place]}
+        return {name: change for name, change in moved.items() if name in self.inputs} or moved
 
     def save(self) -> Saved:
         """What `load` puts back. Nothing is copied while nothing changed since the last call."""
