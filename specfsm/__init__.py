@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         UnknownMetadata,
         WrongThread,
     )
+    from specfsm.graph import Graph
     from specfsm.orchestrator import Contract, Orchestrator
     from specfsm.states.phase import Phase
     from specfsm.trace import Trace
@@ -58,6 +59,7 @@ _HOMES = {
         "UnknownMetadata",
         "WrongThread",
     ),
+    "graph": ("Graph",),
     "orchestrator": ("Contract", "Orchestrator"),
     "states.phase": ("Phase",),
     "trace": ("Trace",),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
@@ -25,13 +27,14 @@ from specfsm.backends.staging import Event
 from specfsm.domain import Batch, Domain, KVManager, UnifiedCache
 from specfsm.errors import IllegalTransition, NestedPhase, RestoreFailed, UnknownMetadata, WrongThread
 from specfsm.explain import Explanation, explain
+from specfsm.graph import Graph
 from specfsm.states.machine import Arc, Compiled, build, compile_machine
 from specfsm.states.phase import PHASE, Phase
 from specfsm.states.resource import Saved, bits
 from specfsm.states.table import Move, Requirement
 from specfsm.switch import Carried, Switch
 from specfsm.trace import Trace
-from specfsm.verify import Check, mutation, require_untampered, staleness
+from specfsm.verify import Check, mutation, require_contract, require_untampered, staleness
 
 __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 
@@ -149,6 +152,8 @@ class Orchestrator:
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
         self._mutated = 0
         self._pulled = [(-1, -1, -1) for _ in Domain]
+        self.recording: Graph | None = None
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._owner = threading.current_thread()
 
     def _bind(self, target: Any, draft: Any, event: Callable[[], Event] | None) -> tuple[Binding, Binding]:
@@ -213,6 +218,57 @@ class Orchestrator:
         now = self.switch.draft.batch
         self._fire("draft_step", self.switch.draft, batch or (now.next_step() if now is not None else None))
 
+    def draft_replay(self, graph: Graph, batch: Batch | None = None) -> DraftWindow:
+        """Make ready for one replay of a captured graph: everything it reads and does not refresh itself is fresh.
+
+        Args:
+            graph: from `record`; its contract must hold.
+            batch: what the draft's phases in it run; by default the one that is current in the draft phase, else the
+                target's.
+
+        Raises:
+            GraphContractBroken: an address, a shape or a bound differs from the recording.
+            StaleResource: something that it reads is stale, in either domain.
+        """
+        opened = self.machine.state not in DRAFT_PHASES
+        current = self.switch.target.batch if opened else self.switch.draft.batch
+        self._fire("draft_replay", self.switch.draft, batch or current, graph)
+        return DraftWindow(self, opened)
+
+    @contextmanager
+    def record(self, key: Hashable, *, max_len: int | None = None, graph: Graph | None = None) -> Iterator[Graph]:
+        """Record phases: inside the ``with`` block every event activates and refreshes nothing from the host.
+
+        Nothing becomes fresh by it. What a graph refreshes itself (``refreshed_by="graph"``) is recorded. When the
+        block ends the machine and the metadata are where they were; an exception leaves no graph behind.
+
+        Args:
+            key: names the graph in errors: (padded batch size, draft length), say.
+            max_len: longest KV length it may be replayed with; by default what its tables hold.
+            graph: one to record again.
+
+        Raises:
+            IllegalTransition: a draft phase is active, or another graph is being recorded.
+            StaleResource: from an event in the block, when a value that would be baked in is stale: warm up first.
+        """
+        if self.recording is not None or self.machine.state in DRAFT_PHASES:
+            raise IllegalTransition(self.machine.state, "record", legal=PHASE.legal(self.machine.state))
+        graph = graph or Graph(key, max_len=max_len)
+        graph.record()
+        before, state = self._remember(), self.machine.state
+        self.recording = graph
+        try:
+            yield graph
+        except BaseException:
+            graph.abandon()
+            raise
+        finally:
+            self.recording = None
+            self._put_back(before)
+            self.machine.state = state
+        graph.seal(self.bindings)
+        self.graphs.add(graph)
+
     def restore(self) -> None:
         """Give the target its own values back. Nothing is refilled: the target kept its own buffers."""
         self._fire("restore", self.switch.target)
@@ -253,6 +309,9 @@ class Orchestrator:
         """
         binding, place = self._place(resource, domain)
         kind = self.backend.resources[place]
+        if self.recording is not None and not kind.lazy:
+            self.recording.wrote(binding.domain, 1 << place)
+            return
         self._pull(binding)
         if value is None:
             self.declined[binding.domain] |= self.ledger.stale[binding.domain] & 1 << place
@@ -307,6 +366,9 @@ class Orchestrator:
         binding.rebind(place, tensor)
         self.ledger.bind(binding.domain, place)
         self.switch.carry(binding, 1 << place)
+        for graph in self.graphs:
+            if graph.reads[binding.domain] >> place & 1:
+                graph.invalidate(f"{resource} [{binding.domain}] was bound to another buffer")
 
     def value(self, resource: str, domain: Domain | None = None) -> Any:
         """What `resource` is in a domain: its buffer, reference, view or plan."""
@@ -338,24 +400,26 @@ class Orchestrator:
         if threading.get_ident() != self._owner.ident:
             raise WrongThread(state, event, owner=self._owner.name, caller=threading.current_thread().name)
         arc = self.machine.arcs.get((state, event))
-        if arc is None:
+        if arc is None or (event == "draft_replay" and self.recording is not None):
             legal = tuple(name for name in PHASE.legal(state) if name != "fault")
             nested = event == "draft_forward" and state in DRAFT_PHASES
             raise (NestedPhase if nested else IllegalTransition)(state, event, legal=legal)
         return arc
 
-    def _fire(self, event: str, binding: Binding, batch: Batch | None = None) -> None:
+    def _fire(self, event: str, binding: Binding, batch: Batch | None = None, graph: Graph | None = None) -> None:
         started = perf_counter_ns()
         arc = self._find(event)
         move, path = arc.move, PATHS.get(event)
-        self._admit(move, binding, path, batch)
+        if self.recording is not None and move.refreshes:
+            path = Path.RECORDING
+        self._admit(move, binding, path, batch, graph)
         before = self._remember()
         written = 0
         try:
             for callback in arc.before:
                 callback()
             if path is not None:
-                written = self._change(move, binding, path, batch)
+                written = self._change(move, binding, path, batch, graph)
             self.machine.state = move.to
             for callback in arc.after:
                 callback()
@@ -373,14 +437,16 @@ class Orchestrator:
         steps = self.switch.scripts[path][binding.domain]
         return binding.domain, written & ~self._lazy, steps.refreshable & ~self._lazy & ~written
 
-    def _admit(self, move: Move, binding: Binding, path: Path | None, batch: Batch | None) -> None:
+    def _admit(self, move: Move, binding: Binding, path: Path | None, batch: Batch | None, graph: Graph | None) -> None:
         """Step 2: whatever can be known before anything changes."""
         if move.refreshes:
             _require_room(move.event, batch, binding)
             self._pull(binding)
         for contract in self.contracts[move.event]:
             contract.admit(self, move.event, batch)
-        if self.check >= Check.TENSORS and path is not None and not self.guard:
+        if graph is not None and self.check:
+            require_contract(self, move, graph, batch)
+        if self.check >= Check.TENSORS and path is not None and not self.guard and self.recording is None:
             require_untampered(self, move, binding)
 
     def _pull(self, binding: Binding) -> None:
@@ -395,7 +461,7 @@ class Orchestrator:
                 if moved:
                     self.ledger.move(domain, source)
 
-    def _change(self, move: Move, binding: Binding, path: Path, batch: Batch | None) -> int:
+    def _change(self, move: Move, binding: Binding, path: Path, batch: Batch | None, graph: Graph | None) -> int:
         """Steps 3 to 5; the mask of what was refreshed."""
         steps = self.switch.scripts[path][binding.domain]
         if batch is not None:
@@ -403,10 +469,34 @@ class Orchestrator:
         entered = move.activates is not None and binding is not self.switch.active
         if entered:
             self._activate(binding, path, steps)
-        written = self._refresh(binding, steps) if move.refreshes and not self.guard else 0
+        if path is Path.RECORDING:
+            self._record(move, binding, steps)
+            return 0
+        made = graph.made[binding.domain] if graph is not None else 0
+        written = self._refresh(binding, steps, made) if move.refreshes and not self.guard else 0
         if self.check:
-            self._verify(move, binding, steps, entered)
+            self._verify(move, binding, steps, entered, graph)
+        if graph is not None:
+            self._replayed(graph)
         return written
+
+    def _record(self, move: Move, binding: Binding, steps: Script) -> None:
+        """Instead of steps 4 and 5 while a graph is recorded: record its own refreshes, derive views, stamp nothing."""
+        assert self.recording is not None
+        stale = self.ledger.stale[binding.domain]
+        if self.check and stale & steps.baked:
+            raise staleness(self, move, binding, stale & steps.baked, 0)
+        assert binding.batch is not None
+        self.recording.note(binding, steps, binding.batch)
+        written, _ = binding.refresh(stale & steps.refreshable | steps.recorded, self.ledger)
+        self.switch.carry(binding, written & self._made)
+
+    def _replayed(self, graph: Graph) -> None:
+        """What a graph writes is stale for everyone else."""
+        graph.machine.fire("replay")
+        for binding in dict.fromkeys(self.bindings):
+            for place in bits(graph.writes[binding.domain]):
+                self.ledger.move(binding.domain, self.ledger.names[place])
 
     def _see(self, binding: Binding, batch: Batch) -> None:
         """Take `batch` as the domain's, and move the inputs in which it differs from the last one."""
@@ -428,10 +518,10 @@ class Orchestrator:
             for each in self.bindings:
                 self.ledger.unbind(each.domain, steps.cleared)
 
-    def _refresh(self, binding: Binding, steps: Script) -> int:
-        """Step 4: whatever is stale, producers before consumers, all tables in one launch."""
+    def _refresh(self, binding: Binding, steps: Script, made: int) -> int:
+        """Step 4: whatever is stale and not made by the graph that follows: producers first, all tables in one launch."""
         domain, ledger = binding.domain, self.ledger
-        stale = ledger.stale[domain] & steps.refreshable
+        stale = ledger.stale[domain] & steps.refreshable & ~made
         if not stale:
             return 0
         written, declined = binding.refresh(stale, ledger)
@@ -442,7 +532,7 @@ class Orchestrator:
             self.switch.carry(binding, written & self._made)
         return written
 
-    def _verify(self, move: Move, binding: Binding, steps: Script, entered: bool) -> None:
+    def _verify(self, move: Move, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
         """Step 5: every requirement of the row."""
         missing = steps.missing if entered else 0
         if Requirement.TARGET_INTACT in move.requires:
@@ -452,12 +542,21 @@ class Orchestrator:
         else:
             domain = binding.domain
             stale = self.ledger.stale[domain] & steps.required if move.requires else 0
+            if graph is not None:
+                stale &= graph.needs(domain)
+                self._verify_target_of(graph, move)
             if self.guard:
                 stale &= ~self._kept
                 if binding is not self.switch.target:
                     missing |= self.ledger.bound[TARGET] & self._lazy & ~self.ledger.bound[DRAFT]
         if stale or missing:
             raise staleness(self, move, binding, stale, missing)
+
+    def _verify_target_of(self, graph: Graph, move: Move) -> None:
+        """A graph that holds the target's forward too reads both caches."""
+        stale = self.ledger.stale[TARGET] & graph.needs(TARGET) & ~self._lazy
+        if stale:
+            raise staleness(self, move, self.switch.target, stale, 0)
 
     def _stamp(self, binding: Binding, mask: int) -> None:
         self.ledger.publish(binding.domain, mask)
@@ -497,12 +596,15 @@ class Orchestrator:
         source = next(state for (state, event), each in self.machine.arcs.items() if each is arc)
         self.machine.state = source
         try:
-            for binding, view, values in zip(self.bindings, before.views, before.values, strict=True):
-                binding.view, binding.values[:] = view, values
-            self.ledger.load(before.ledger)
-            self.switch.put_back(before.carried)
+            self._put_back(before)
         except BaseException as worse:
             self._fault(arc.move.event, error, worse)
+
+    def _put_back(self, before: _Before) -> None:
+        for binding, view, values in zip(self.bindings, before.views, before.values, strict=True):
+            binding.view, binding.values[:] = view, values
+        self.ledger.load(before.ledger)
+        self.switch.put_back(before.carried)
 
     def _fault(self, event: str, error: BaseException, worse: BaseException) -> None:
         """The undo failed too. Observers are told; what they raise joins the group."""

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from specfsm.backends.resource import Buffer
 from specfsm.domain import Domain
-from specfsm.errors import RefreshDeclined, StaleResource, TargetMutated
+from specfsm.errors import GraphContractBroken, RefreshDeclined, StaleResource, TargetMutated
 from specfsm.states.phase import Phase
 from specfsm.states.resource import bits
 
 if TYPE_CHECKING:
     from specfsm.backends.binding import Binding
+    from specfsm.domain import Batch
+    from specfsm.graph import Graph
     from specfsm.orchestrator import Orchestrator
     from specfsm.states.table import Move
 
@@ -66,6 +68,14 @@ def _explained(fsm: Orchestrator, place: int, mask: int) -> bool:
 def mutation(fsm: Orchestrator, move: Move, place: int, how: str = "written") -> TargetMutated:
     name = fsm.ledger.names[place]
     return TargetMutated(fsm.state, move.event, move.to, backend=fsm.backend.name, resource=name, how=how)
+
+
+def require_contract(fsm: Orchestrator, move: Move, graph: Graph, batch: Batch | None) -> None:
+    """Refuse a replay whose graph would run on other addresses, shapes or bounds than it was recorded with."""
+    assert batch is not None, "a batch is required before contracts are asked"
+    broken = tuple(graph.breaches(fsm.bindings, batch))
+    if broken:
+        raise GraphContractBroken(fsm.state, move.event, move.to, key=graph.key, broken=broken)
 
 
 def require_untampered(fsm: Orchestrator, move: Move, entered: Binding) -> None:

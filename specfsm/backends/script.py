@@ -26,9 +26,10 @@ class Script:
         clears: (attribute, place, maker of the empty value) of everything that is dropped.
         shared: places of the buffers whose contents are saved on entry and copied back on restore.
         refreshable: mask of what is refreshed when stale.
-        recorded: mask of what a recording graph refreshes itself.
+        recorded: mask of the recipes that are recorded, so that the graph refreshes them itself.
         required: mask of what must be fresh: whatever has an action on this path.
         cleared: mask of `clears`.
+        baked: mask of what a recording takes as a Python value, which must be fresh before it.
         missing: mask of what does *not* follow the switch because its action was dropped (fault injection).
     """
 
@@ -39,6 +40,7 @@ class Script:
     recorded: int
     required: int
     cleared: int
+    baked: int
     missing: int
 
 
@@ -52,7 +54,7 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
     rebinds: list[tuple[str, int, bool]] = []
     clears: list[tuple[str, int, Callable[[], Any]]] = []
     shared: list[int] = []
-    refreshable = recorded = required = cleared = missing = 0
+    refreshable = recorded = required = cleared = baked = missing = 0
     for place, resource in enumerate(binding.backend.resources):
         actions = set(resource.actions(path)) if binding.present[place] else set()
         bit, dropped = 1 << place, bool(drop >> place & 1)
@@ -60,8 +62,10 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
             required |= bit
         if actions & REFRESHES and not dropped:
             refreshable |= bit
-        if Action.RECORDED in actions and not resource.lazy:
+        if Action.RECORDED in actions and place in binding.tasks:
             recorded |= bit
+        if path is Path.RECORDING and isinstance(resource, Pointer):
+            baked |= bit
         if path is Path.PREPARE:
             continue
         stays = resource.lazy or Action.COPY_BACK in actions or isinstance(resource, Pointer | Alias)
@@ -74,4 +78,6 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
             clears += [(attribute, place, resource.empty) for attribute in resource.attributes]
         if actions & {Action.SNAPSHOT, Action.COPY_BACK} and not missing & bit:
             shared.append(place)
-    return Script(tuple(rebinds), tuple(clears), tuple(shared), refreshable, recorded, required, cleared, missing)
+    return Script(
+        tuple(rebinds), tuple(clears), tuple(shared), refreshable, recorded, required, cleared, baked, missing
+    )

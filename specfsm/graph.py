@@ -1,0 +1,191 @@
+"""A captured graph and its contract: what it baked in at the recording, and what must therefore hold at a replay.
+
+Recording executes nothing, so nothing becomes fresh by it, and a replay runs the addresses that were recorded whatever
+the metadata carries by then. So a graph remembers each (resource, domain) that its phases read, with address, shape,
+stride and dtype, and the bounds of the batch it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from specfsm.backends.resource import Buffer, Pointer
+from specfsm.domain import Batch, Domain
+from specfsm.states.graph import GRAPH
+from specfsm.states.graph import Graph as GraphState
+from specfsm.states.machine import Compiled
+from specfsm.states.resource import bits
+
+if TYPE_CHECKING:
+    from specfsm.backends.binding import Binding
+    from specfsm.backends.script import Script
+
+__all__ = ["Baked", "Graph"]
+
+
+@frozen
+class Baked:
+    """What a recording read of one (resource, domain).
+
+    Args:
+        what: for a buffer its address, shape, stride and dtype; for a pointer its value.
+    """
+
+    place: int
+    domain: Domain
+    what: Any
+
+    def differs(self, binding: Binding) -> str:
+        """What is different now, or an empty string."""
+        now = bake(binding.values[self.place])
+        if now == self.what:
+            return ""
+        name = binding.backend.resources[self.place].name
+        return f"{name} [{self.domain}] was recorded as {_shown(self.what)}, but is {_shown(now)}"
+
+
+@frozen
+class Layout:
+    """One buffer's place in memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {list(self.shape)} strides {list(self.stride)} at {self.address:#x}"
+
+
+def bake(value: Any) -> Any:
+    """What a graph keeps of a value."""
+    if isinstance(value, torch.Tensor):
+        return Layout(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+    return value
+
+
+def _shown(what: Any) -> str:
+    return str(what) if isinstance(what, Layout) else repr(what)
+
+
+class Graph:
+    """One captured graph, its machine and its contract.
+
+    Args:
+        key: what tells it from the engine's other graphs: padded batch size, draft length, ….
+        max_len: longest KV length it may be replayed with; by default what the recorded tables hold.
+
+    Attributes:
+        state: EMPTY, RECORDING, READY or INVALID.
+        reads: for each domain, mask of the resources that its phases read.
+        made: of those, what the graph itself writes before it reads them; the rest must be fresh before a replay.
+        writes: what a replay leaves stale for everyone else.
+        batches: for each domain, the batch that its phases were recorded with.
+        baked: the contract, once it is READY.
+        why: why it is INVALID.
+    """
+
+    def __init__(self, key: Hashable, *, max_len: int | None = None) -> None:
+        self.key = key
+        self.max_len = max_len
+        self.machine = Compiled(GRAPH)
+        self._clear()
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.key} {self.state.name}>"
+
+    def _clear(self) -> None:
+        self.reads, self.made, self.writes = [0, 0], [0, 0], [0, 0]
+        self.batches: list[Batch | None] = [None, None]
+        self.baked: tuple[Baked, ...] = ()
+        self.why = ""
+
+    @property
+    def state(self) -> GraphState:
+        state: GraphState = self.machine.state
+        return state
+
+    # The events of the graph table.
+
+    def record(self) -> None:
+        """A capture begins; what was known of an earlier one is gone."""
+        self.machine.fire("record")
+        self._clear()
+
+    def note(self, binding: Binding, steps: Script, batch: Batch) -> None:
+        """A phase is being recorded in this domain."""
+        self.wrote(binding.domain, steps.recorded)
+        self.reads[binding.domain] |= steps.required
+        self.batches[binding.domain] = self.batches[binding.domain] or batch
+
+    def wrote(self, domain: Domain, mask: int) -> None:
+        """The capture writes these: before any phase reads them, or to advance what was read."""
+        self.made[domain] |= mask & ~self.reads[domain]
+        self.writes[domain] |= mask
+
+    def needs(self, domain: Domain) -> int:
+        """Mask of what must be fresh before a replay."""
+        return self.reads[domain] & ~self.made[domain]
+
+    def seal(self, bindings: tuple[Binding, Binding]) -> None:
+        """The capture ended: bake the contract."""
+        if self.state is GraphState.RECORDING:
+            self.baked = tuple(self._bake(bindings))
+            self.machine.fire("seal")
+
+    def abandon(self) -> None:
+        """The capture failed: nothing of it is kept."""
+        self.machine.fire("abandon")
+        self._clear()
+
+    def invalidate(self, why: str) -> None:
+        """A buffer that it reads is elsewhere now."""
+        if self.state is not GraphState.EMPTY:
+            self.machine.fire("invalidate")
+            self.why = self.why or why
+
+    def release(self) -> None:
+        """The engine dropped it."""
+        self.machine.fire("release")
+        self._clear()
+
+    def _bake(self, bindings: tuple[Binding, Binding]) -> Iterator[Baked]:
+        for binding in dict.fromkeys(bindings):
+            for place in bits(self.reads[binding.domain]):
+                if isinstance(binding.backend.resources[place], Buffer | Pointer):
+                    yield Baked(place, binding.domain, bake(binding.values[place]))
+
+    # The contract.
+
+    def breaches(self, bindings: tuple[Binding, Binding], batch: Batch) -> Iterator[str]:
+        """Everything that forbids a replay now, one line each; freshness is not among them."""
+        if self.state is not GraphState.READY:
+            yield f"is {self.state.name}, not READY" + (f": {self.why}" if self.why else "")
+            return
+        for baked in self.baked:
+            line = baked.differs(bindings[baked.domain])
+            if line:
+                yield line
+        yield from self._bounds(bindings[Domain.DRAFT], batch)
+
+    def _bounds(self, draft: Binding, batch: Batch) -> Iterator[str]:
+        recorded = self.batches[draft.domain]
+        if recorded is None:
+            return
+        for what, was, now in (
+            ("requests", len(recorded), len(batch)),
+            ("contexts", recorded.num_contexts, batch.num_contexts),
+        ):
+            if was != now:
+                yield f"was recorded for {was} {what}, but the batch has {now}: pad it to the recorded size"
+        if len(recorded) == len(batch) and recorded.tokens != batch.tokens:
+            yield f"was recorded for {recorded.tokens} tokens a request, but the batch has {batch.tokens}"
+        limit = self.max_len or draft.view.geometry.max_tokens_per_seq
+        for request, length in zip(batch.request_ids, batch.kv_lens, strict=True):
+            if length > limit:
+                yield f"was recorded for KV lengths up to {limit}, but request {request} has {length}"
