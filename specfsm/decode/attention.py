@@ -55,37 +55,36 @@ class FlashMLAMetadata(AttentionMetadata):
 
 
 class Pass:
-    """One forward over a packed batch of T tokens of n requests.
+    """One forward over a packed batch of T tokens of n requests. Nothing in it makes the host wait for the device.
 
     Args:
         metadata: as the last transition left it.
         batch: its sizes; what a token reads comes from the metadata alone.
         publish: reports a lazily made plan to the machine.
+        limit: longest KV length to provide for; by default the batch's. A captured pass states what it is captured for.
 
     Attributes:
         rows: [T], the request of each token.
         positions: [T], each token's position in its request.
-        queries: [n, Q], the token at each query place of a request, last one rightmost; -1 where there is none.
+        place: [T], each token's query place: Q places a request, its last token rightmost.
+        queries: [n, Q], the token at each query place; -1 where there is none.
     """
 
-    def __init__(self, metadata: Any, batch: Batch, publish: Publish) -> None:
+    def __init__(self, metadata: Any, batch: Batch, publish: Publish, limit: int | None = None) -> None:
         self.metadata = metadata
         self.batch = batch
         self.publish = publish
         self.page = int(metadata.tokens_per_block)
+        self.blocks = -(-(limit or max(batch.kv_lens)) // self.page)
         self.lens: torch.Tensor = metadata.kv_lens_cuda_runtime.long()
         new: torch.Tensor = metadata._seq_lens_cuda_runtime.long()
         arange = torch.arange(batch.num_tokens, device=new.device)
         self.rows = torch.repeat_interleave(arange[: len(batch)], new, output_size=batch.num_tokens)
         back = new.cumsum(0)[self.rows] - arange  # 1 for a request's last token
         self.positions: torch.Tensor = self.lens[self.rows] - back
-        self.queries = self._queries(new, back)
-
-    def _queries(self, new: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        width = max(self.batch.tokens)
-        queries = torch.full((new.shape[0], width), -1, dtype=torch.long, device=new.device)
-        queries[self.rows, width - back] = torch.arange(back.shape[0], device=new.device)
-        return queries
+        self.place = max(batch.tokens) - back
+        self.queries = arange.new_full((len(batch), max(batch.tokens)), -1)
+        self.queries[self.rows, self.place] = arange
 
     @property
     def block(self) -> torch.Tensor:
@@ -97,18 +96,18 @@ class Pass:
         """[T], each token's place in its block."""
         return self.positions % self.page
 
-    def live_blocks(self) -> int:
-        """Blocks of the longest request."""
-        return -(-max(self.batch.kv_lens) // self.page)
+    def tokens_of(self, rows: slice) -> slice:
+        """Where the tokens of these requests stand in the packed batch."""
+        return slice(sum(self.batch.tokens[: rows.start]), sum(self.batch.tokens[: rows.stop]))
 
-    def spread(self, packed: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+    def spread(self, packed: torch.Tensor) -> torch.Tensor:
         """[T, …] → [n, Q, …], by query place; padding reads token 0 and is masked."""
-        return packed[self.queries[rows].clamp(min=0)]
+        return packed[self.queries.clamp(min=0)]
 
-    def pack(self, spread: torch.Tensor, packed: torch.Tensor, rows: slice = slice(None)) -> None:
-        """Write [n, Q, …] back to [T, …], padding left out."""
-        queries = self.queries[rows]
-        packed[queries[queries >= 0]] = spread[queries >= 0].to(packed.dtype)
+    def pack(self, spread: torch.Tensor, packed: torch.Tensor, rows: slice) -> None:
+        """Write these requests' [rows, Q, …] back to [T, …], padding left out."""
+        tokens = self.tokens_of(rows)
+        packed[tokens] = spread[self.rows[tokens] - rows.start, self.place[tokens]].to(packed.dtype)
 
     def visible(self, keys: torch.Tensor, rows: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Which key positions each query may see.
@@ -119,7 +118,7 @@ class Pass:
             queries: [m, Q], tokens, -1 for padding.
 
         Returns:
-            bool [m, Q, K]: causal, within the request's length, and true somewhere for padding.
+            bool [m, Q, K]: causal, and within the request's length.
         """
         at = torch.where(queries >= 0, self.positions[queries.clamp(min=0)], 0)
         inside = keys < self.lens[rows, None]
@@ -146,7 +145,7 @@ class TrtllmPass(Pass):
         table = self.metadata.kv_cache_block_offsets[0].long() + layer * manager.geometry.kv_factor
         for plane, new in enumerate((key, value)):
             pages[table[self.rows, plane, self.block], self.offset] = new.to(pages.dtype)
-        count, width = self.queries.shape[0], self.live_blocks()
+        count, width = self.queries.shape[0], self.blocks
         keys, values = (pages[table[:count, plane, :width]].flatten(1, 2).to(query.dtype) for plane in (0, 1))
         places = torch.arange(keys.shape[1], device=query.device).expand(count, -1)
         mask = self.visible(places, torch.arange(count, device=query.device), self.queries)
@@ -159,7 +158,7 @@ class TrtllmPass(Pass):
             enable_gqa=True,
         )
         out = torch.zeros_like(query)
-        self.pack(heads.transpose(1, 2), out)
+        self.pack(heads.transpose(1, 2), out, slice(0, count))
         return out
 
 
@@ -226,15 +225,14 @@ class FlashMLAPass(Pass):
     def _whole(self, pages: torch.Tensor, wide: torch.Tensor, out: torch.Tensor, contexts: int, scale: float) -> None:
         """Context rows: every query over its whole request."""
         rows = torch.arange(contexts, device=wide.device)
-        table = self.metadata.kv_block_ids_per_seq[:contexts, : self.live_blocks()].long()
+        table = self.metadata.kv_block_ids_per_seq[:contexts, : self.blocks].long()
         partial, _ = self._pieces(pages, wide, table, rows, torch.zeros_like(rows), self.lens[:contexts], scale)
         self.pack(partial, out, slice(0, contexts))
 
     def _split(self, pages: torch.Tensor, wide: torch.Tensor, out: torch.Tensor, rows: slice, scale: float) -> None:
         """Generation rows: the schedule's pieces, joined by their log-sum-exps."""
         splits = self._schedule(rows)
-        width = int((splits.end - splits.begin).max())
-        columns = splits.begin[:, None] + torch.arange(width, device=wide.device)
+        columns = splits.begin[:, None] + torch.arange(splits.width, device=wide.device)
         table = self.metadata.block_ids_per_seq
         ids = table[splits.request[:, None], columns.clamp(max=table.shape[1] - 1)].long()
         request = splits.request + rows.start
@@ -244,13 +242,13 @@ class FlashMLAPass(Pass):
     def _schedule(self, rows: slice) -> Splits:
         """The plan that the metadata carries, made by the first layer that finds none."""
         metadata = self.metadata
-        tiles = metadata.flash_mla_tile_scheduler_metadata
-        if tiles is None:
+        tiles, num_splits = metadata.flash_mla_tile_scheduler_metadata, metadata.flash_mla_num_splits
+        if tiles is None or num_splits is None:
             tiles, num_splits = plan_splits(self.lens[rows], self.page)
             self.publish("flash_mla_tile_scheduler_metadata", tiles)
             self.publish("flash_mla_num_splits", num_splits)
         if self.splits is None:
-            self.splits = Splits.read(tiles, -(-self.lens[rows] // self.page))
+            self.splits = Splits.read(tiles, num_splits, self.blocks)
         return self.splits
 
     def _pieces(

@@ -1,4 +1,8 @@
-"""FlashMLA's schedule in plain torch: which part of which request each of a fixed number of workers attends to."""
+"""FlashMLA's schedule in plain torch: which blocks of which request each worker attends to.
+
+FlashMLA deals a fixed number of workers out over all requests; here each request gets the same number of workers, so
+that the schedule has one shape for a batch and is made on the device, without the host reading a length.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +11,33 @@ from attrs import frozen
 
 __all__ = ["Splits", "plan_splits"]
 
-PARTS = 8
-"""Workers; on a GPU the multiprocessor count decides."""
+WORKERS = 2
+"""Workers of each request."""
 
 
-def plan_splits(lens: torch.Tensor, page: int, parts: int = PARTS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Deal the blocks of all requests out evenly.
+def plan_splits(lens: torch.Tensor, page: int, workers: int = WORKERS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Deal every request's blocks out over its workers.
 
     Args:
         lens: int [n], KV length of each request.
         page: tokens a block.
 
     Returns:
-        tile scheduler metadata, i32 [parts, 8]: first request and block of each worker, last request and the block
-        after its last, then zeros; a worker without work starts at n and ends at -1.
+        tile scheduler metadata, i32 [n x workers, 8]: a worker's request, its first block, its request again, the
+        block after its last, then zeros, in the column order of FlashMLA's own.
         number of splits, i32 [n + 1]: pieces of all requests before each.
     """
-    blocks = [-(-int(length) // page) for length in lens.tolist()]
-    share = max(1, -(-sum(blocks) // parts))
-    tiles = torch.zeros((parts, 8), dtype=torch.int32)
-    tiles[:, 0], tiles[:, 2] = len(blocks), -1
-    pieces = [0] * len(blocks)
-    request = block = 0
-    for part in range(parts):
-        left = share
-        if request == len(blocks):
-            break
-        tiles[part, 0], tiles[part, 1] = request, block
-        while left and request < len(blocks):
-            taken = min(left, blocks[request] - block)
-            left, block = left - taken, block + taken
-            pieces[request] += 1
-            tiles[part, 2], tiles[part, 3] = request, block
-            if block == blocks[request]:
-                request, block = request + 1, 0
-    num_splits = torch.tensor([0, *pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return tiles.to(lens.device), num_splits.to(lens.device)
+    blocks = -(-lens // page)
+    share = -(-blocks // workers)
+    worker = torch.arange(workers, device=lens.device)
+    begin = torch.minimum(share[:, None] * worker, blocks[:, None])
+    end = torch.minimum(begin + share[:, None], blocks[:, None])
+    request = torch.arange(lens.shape[0], device=lens.device)[:, None].expand_as(begin)
+    tiles = torch.zeros((begin.numel(), 8), dtype=torch.int32, device=lens.device)
+    for column, values in enumerate((request, begin, request, end)):
+        tiles[:, column] = values.flatten()
+    num_splits = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * workers
+    return tiles, num_splits
 
 
 @frozen(eq=False)
@@ -52,27 +47,24 @@ class Splits:
     Args:
         request: [m], whose piece it is.
         begin, end: [m], its first block and the one after its last.
+        width: blocks of the longest piece, or more.
     """
 
     request: torch.Tensor
     begin: torch.Tensor
     end: torch.Tensor
+    width: int
 
     @classmethod
-    def read(cls, tiles: torch.Tensor, blocks: torch.Tensor) -> Splits:
+    def read(cls, tiles: torch.Tensor, num_splits: torch.Tensor, blocks: int) -> Splits:
         """Unpack the tile scheduler metadata.
 
         Args:
-            blocks: [n], blocks of each request now. As in FlashMLA's kernel they end every request that a worker
-                passes, but not the one it stops in: there a schedule made for other lengths stops where it was made.
+            blocks: blocks of the longest request, or more.
         """
-        pieces = [
-            (request, begin if request == first else 0, end if request == last else int(blocks[request]))
-            for first, begin, last, end, *_ in tiles.tolist()
-            for request in range(first, last + 1)
-        ]
-        columns = torch.tensor(pieces, dtype=torch.long, device=tiles.device).reshape(-1, 3)
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2])
+        workers = tiles.shape[0] // (num_splits.shape[0] - 1)
+        columns = tiles.long()
+        return cls(columns[:, 0], columns[:, 1], columns[:, 3], -(-blocks // workers))
 
     def join(self, partial: torch.Tensor, lse: torch.Tensor, count: int) -> torch.Tensor:
         """Pieces [m, Q, H, V] with their log-sum-exps [m, Q, H] → requests [count, Q, H, V]."""
