@@ -309,10 +309,10 @@ class Orchestrator:
         """
         binding, place = self._place(resource, domain)
         kind = self.backend.resources[place]
-        if self.recording is not None and not kind.lazy:
-            self.recording.wrote(binding.domain, 1 << place)
-            return
-        self._pull(binding)
+        if self.recording is not None:
+            self.recording.wrote(binding.domain, 1 << place & ~self._lazy)
+        else:
+            self._pull(binding)
         if value is None:
             self.declined[binding.domain] |= self.ledger.stale[binding.domain] & 1 << place
             return
@@ -331,7 +331,8 @@ class Orchestrator:
         announces, writes, publishes, and only then fires the event with the same batch."""
         binding = self.switch.active if domain is None else self.bindings[domain]
         _require_room("announce", batch, binding)
-        self._pull(binding)
+        if self.recording is None:
+            self._pull(binding)
         self._see(binding, batch)
 
     def dirty(self, resource: str, domain: Domain | None = None) -> None:
@@ -441,7 +442,8 @@ class Orchestrator:
         """Step 2: whatever can be known before anything changes."""
         if move.refreshes:
             _require_room(move.event, batch, binding)
-            self._pull(binding)
+            if self.recording is None:
+                self._pull(binding)
         for contract in self.contracts[move.event]:
             contract.admit(self, move.event, batch)
         if graph is not None and self.check:
@@ -481,15 +483,26 @@ class Orchestrator:
         return written
 
     def _record(self, move: Move, binding: Binding, steps: Script) -> None:
-        """Instead of steps 4 and 5 while a graph is recorded: record its own refreshes, derive views, stamp nothing."""
-        assert self.recording is not None
-        stale = self.ledger.stale[binding.domain]
-        if self.check and stale & steps.baked:
-            raise staleness(self, move, binding, stale & steps.baked, 0)
+        """Instead of steps 4 and 5 while a graph is recorded: record what it refreshes itself, derive views.
+
+        The first phase of a domain finds at every replay what the host refreshed before it, so all but the Python
+        values that are baked in is taken as fresh. What goes stale later, inside the graph, only the graph can mend.
+        """
+        graph, domain, ledger = self.recording, binding.domain, self.ledger
+        assert graph is not None
         assert binding.batch is not None
-        self.recording.note(binding, steps, binding.batch)
-        written, _ = binding.refresh(stale & steps.refreshable | steps.recorded, self.ledger)
+        due = steps.recorded
+        if graph.batches[domain] is None:
+            ledger.assume(domain, ~steps.baked)
+            due |= self._lazy
+        graph.note(binding, steps, binding.batch)
+        written, _ = binding.refresh((ledger.stale[domain] | due) & (steps.refreshable | steps.recorded), ledger)
+        ledger.unbind(domain, written & self._lazy)
+        self._stamp(binding, written & ~self._lazy)
         self.switch.carry(binding, written & self._made)
+        stale = ledger.stale[domain] & steps.required
+        if self.check and (stale or steps.refused):
+            raise staleness(self, move, binding, stale, steps.refused)
 
     def _replayed(self, graph: Graph) -> None:
         """What a graph writes is stale for everyone else."""

@@ -30,6 +30,7 @@ class Script:
         required: mask of what must be fresh: whatever has an action on this path.
         cleared: mask of `clears`.
         baked: mask of what a recording takes as a Python value, which must be fresh before it.
+        refused: mask of what cannot take this path at all.
         missing: mask of what does *not* follow the switch because its action was dropped (fault injection).
     """
 
@@ -41,6 +42,7 @@ class Script:
     required: int
     cleared: int
     baked: int
+    refused: int
     missing: int
 
 
@@ -54,16 +56,19 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
     rebinds: list[tuple[str, int, bool]] = []
     clears: list[tuple[str, int, Callable[[], Any]]] = []
     shared: list[int] = []
-    refreshable = recorded = required = cleared = baked = missing = 0
+    refreshable = recorded = required = cleared = baked = refused = missing = 0
     for place, resource in enumerate(binding.backend.resources):
         actions = set(resource.actions(path)) if binding.present[place] else set()
         bit, dropped = 1 << place, bool(drop >> place & 1)
         if actions:
             required |= bit
-        if actions & REFRESHES and not dropped:
+        remade = Action.RECORDED in actions and resource.lazy
+        if (actions & REFRESHES or remade) and not dropped:
             refreshable |= bit
         if Action.RECORDED in actions and place in binding.tasks:
             recorded |= bit
+        if Action.REFUSED in actions:
+            refused |= bit
         if path is Path.RECORDING and isinstance(resource, Pointer):
             baked |= bit
         if path is Path.PREPARE:
@@ -79,5 +84,5 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
         if actions & {Action.SNAPSHOT, Action.COPY_BACK} and not missing & bit:
             shared.append(place)
     return Script(
-        tuple(rebinds), tuple(clears), tuple(shared), refreshable, recorded, required, cleared, baked, missing
+        tuple(rebinds), tuple(clears), tuple(shared), refreshable, recorded, required, cleared, baked, refused, missing
     )

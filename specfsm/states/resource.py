@@ -160,6 +160,11 @@ class Ledger:
         for place in bits(mask):
             stamps[place] = stamp
 
+    def assume(self, domain: Domain, mask: int) -> None:
+        """Take these as fresh while a graph is recorded, because it is replayed only when they are."""
+        self._saved = None
+        self.stale[domain] &= ~mask
+
     # Queries.
 
     def state(self, domain: Domain, name: str) -> Freshness:
@@ -169,7 +174,7 @@ class Ledger:
         return Freshness.STALE if self.stale[domain] & bit else Freshness.FRESH
 
     def moved(self, domain: Domain, name: str) -> dict[str, tuple[int, int]]:
-        """Source → (version at the last refresh, version now) of what moved since: inputs, or if none did, resources."""
+        """Source → (version at the last refresh, version now) of what moved since: inputs, else resources."""
         stamp = self.stamps[domain][self.index[name]]
         now = self.versions[domain]
         places = sorted(self.position[source] for source in (*self.sources[name], name))
