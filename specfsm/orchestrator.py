@@ -21,7 +21,7 @@ from attrs import frozen
 
 from specfsm.backends.backend import Backend, backend_for, infer_sizes
 from specfsm.backends.binding import Binding
-from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer
+from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer, Shared, Table
 from specfsm.backends.script import Script
 from specfsm.backends.staging import Event
 from specfsm.domain import Batch, Domain, KVManager, UnifiedCache
@@ -70,6 +70,7 @@ class _Before:
     carried: Carried
     views: tuple[DomainView, ...]
     values: tuple[list[Any], ...]
+    declined: list[int]
 
 
 class DraftWindow:
@@ -151,6 +152,7 @@ class Orchestrator:
         )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
         self._mutated = 0
+        self._attempted = 0
         self._pulled = [(-1, -1, -1) for _ in Domain]
         self.recording: Graph | None = None
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -163,6 +165,8 @@ class Orchestrator:
         bindings = [Binding(self.backend, TARGET, self.metadata, target, sizes.axes(target), device, event)]
         if draft is not target:
             bindings.append(Binding(self.backend, DRAFT, self.metadata, draft, sizes.axes(draft), device, event))
+        if not self.guard:
+            _require_own_buffers(self.backend, self.metadata, bindings)
         for binding in bindings:
             self._bind_all(binding)
         return bindings[0], bindings[-1]
@@ -197,7 +201,7 @@ class Orchestrator:
 
     def target_prepare(self, batch: Batch | None = None) -> None:
         """Make the metadata the target's, fresh for `batch` (by default the same as last time)."""
-        self._fire("target_prepare", self.switch.target, batch or self.switch.target.batch)
+        self._fire("target_prepare", self.switch.target, self.switch.target.batch if batch is None else batch)
 
     def draft_forward(self, batch: Batch | None = None) -> DraftWindow:
         """Switch to the draft's cache. Use it as a ``with`` block, or call `restore` when the draft is done.
@@ -206,7 +210,7 @@ class Orchestrator:
             batch: what the draft's first pass runs; by default the target's batch.
         """
         opened = self.machine.state not in DRAFT_PHASES
-        self._fire("draft_forward", self.switch.draft, batch or self.switch.target.batch)
+        self._fire("draft_forward", self.switch.draft, self.switch.target.batch if batch is None else batch)
         return DraftWindow(self, opened)
 
     def draft_step(self, batch: Batch | None = None) -> None:
@@ -215,8 +219,9 @@ class Orchestrator:
         Args:
             batch: by default the last one's `Batch.next_step`: one more token each.
         """
-        now = self.switch.draft.batch
-        self._fire("draft_step", self.switch.draft, batch or (now.next_step() if now is not None else None))
+        if batch is None and self.switch.draft.batch is not None:
+            batch = self.switch.draft.batch.next_step()
+        self._fire("draft_step", self.switch.draft, batch)
 
     def draft_replay(self, graph: Graph, batch: Batch | None = None) -> DraftWindow:
         """Make ready for one replay of a captured graph: everything it reads and does not refresh itself is fresh.
@@ -232,7 +237,7 @@ class Orchestrator:
         """
         opened = self.machine.state not in DRAFT_PHASES
         current = self.switch.target.batch if opened else self.switch.draft.batch
-        self._fire("draft_replay", self.switch.draft, batch or current, graph)
+        self._fire("draft_replay", self.switch.draft, current if batch is None else batch, graph)
         return DraftWindow(self, opened)
 
     @contextmanager
@@ -364,12 +369,15 @@ class Orchestrator:
     def bind(self, resource: str, tensor: torch.Tensor, domain: Domain | None = None) -> None:
         """Take another buffer for `resource` from now on. It is stale until refreshed."""
         binding, place = self._place(resource, domain)
-        binding.rebind(place, tensor)
-        self.ledger.bind(binding.domain, place)
-        self.switch.carry(binding, 1 << place)
-        for graph in self.graphs:
-            if graph.reads[binding.domain] >> place & 1:
-                graph.invalidate(f"{resource} [{binding.domain}] was bound to another buffer")
+        # A shared buffer is one: whichever domain binds it, both hold the new one.
+        shared = isinstance(self.backend.resources[place], Shared)
+        for each in dict.fromkeys(self.bindings) if shared else (binding,):
+            each.rebind(place, tensor)
+            self.ledger.bind(each.domain, place)
+            self.switch.carry(each, 1 << place)
+            for graph in self.graphs:
+                if graph.reads[each.domain] >> place & 1:
+                    graph.invalidate(f"{resource} [{each.domain}] was bound to another buffer")
 
     def value(self, resource: str, domain: Domain | None = None) -> Any:
         """What `resource` is in a domain: its buffer, reference, view or plan."""
@@ -425,7 +433,7 @@ class Orchestrator:
             for callback in arc.after:
                 callback()
         except BaseException as error:
-            self._undo(arc, before, error)
+            self._undo(arc, binding, before, error)
             raise
         self.trace.append(
             (event, move.to.value, started, perf_counter_ns(), *self._account(move, binding, path, written))
@@ -522,14 +530,23 @@ class Orchestrator:
         """Step 3: the metadata takes the values of `binding`."""
         if self.guard:
             self.switch.active = binding
-        elif path is Path.RESTORE:
+            return
+        if path is Path.RESTORE:
             self.switch.to_target()
+            self._give_back(steps)
         else:
             self._mutated = 0
             self.switch.to_draft(path)
-        if steps.cleared and not self.guard:
-            for each in self.bindings:
-                self.ledger.unbind(each.domain, steps.cleared)
+        for each in self.bindings:
+            for _, place, _ in steps.clears if self.ledger.bound[each.domain] & steps.cleared else ():
+                each.values[place] = None
+            self.ledger.unbind(each.domain, steps.cleared)
+
+    def _give_back(self, steps: Script) -> None:
+        """The shared buffers hold the target's contents again, so the draft's are gone."""
+        for place in steps.shared:
+            self.ledger.move(DRAFT, self.ledger.names[place])
+            self._note_versions(self.switch.target, 1 << place)
 
     def _refresh(self, binding: Binding, steps: Script, made: int) -> int:
         """Step 4: whatever is stale and not made by the graph that follows: producers first, all tables in one launch."""
@@ -537,6 +554,7 @@ class Orchestrator:
         stale = ledger.stale[domain] & steps.refreshable & ~made
         if not stale:
             return 0
+        self._attempted = stale
         written, declined = binding.refresh(stale, ledger)
         self.declined[domain] |= declined
         ledger.unbind(domain, written & self._lazy)
@@ -579,11 +597,9 @@ class Orchestrator:
             self._mutated &= ~mask
 
     def _note_overwrite(self, binding: Binding, place: int) -> None:
-        """One address that serves both caches: what is written for one is lost for the other."""
+        """One address that serves both caches: what is written for one is lost for the other, unless it was saved."""
         other = self.bindings[binding.domain.other]
-        if other is binding or not other.present[place]:
-            return
-        if other.values[place].data_ptr() == binding.values[place].data_ptr():
+        if place not in self.switch.shared and other is not binding and _one_buffer(binding.values[place], other.values[place]):
             self.ledger.move(other.domain, self.ledger.names[place])
             if other is self.switch.target and self.switch.active is not other:
                 self._mutated |= 1 << place
@@ -599,12 +615,17 @@ class Orchestrator:
 
     def _remember(self) -> _Before:
         self.switch.begin()
+        self._attempted = 0
         target, draft = self.bindings
         return _Before(
-            self.ledger.save(), self.switch.remember(), (target.view, draft.view), (target.values[:], draft.values[:])
+            self.ledger.save(),
+            self.switch.remember(),
+            (target.view, draft.view),
+            (target.values[:], draft.values[:]),
+            self.declined[:],
         )
 
-    def _undo(self, arc: Arc, before: _Before, error: BaseException) -> None:
+    def _undo(self, arc: Arc, binding: Binding, before: _Before, error: BaseException) -> None:
         """Put everything back in reverse; if that fails, FAULTED."""
         source = next(state for (state, event), each in self.machine.arcs.items() if each is arc)
         self.machine.state = source
@@ -612,12 +633,22 @@ class Orchestrator:
             self._put_back(before)
         except BaseException as worse:
             self._fault(arc.move.event, error, worse)
+        self._distrust(binding)
 
     def _put_back(self, before: _Before) -> None:
         for binding, view, values in zip(self.bindings, before.views, before.values, strict=True):
             binding.view, binding.values[:] = view, values
         self.ledger.load(before.ledger)
-        self.switch.put_back(before.carried)
+        self.declined[:] = before.declined
+        written = self.switch.put_back(before.carried)
+        self._note_versions(self.switch.active, written)
+
+    def _distrust(self, binding: Binding) -> None:
+        """Buffers were refreshed in place. One that was fresh before may hold what the undone event derived."""
+        ledger, domain = self.ledger, binding.domain
+        for place in bits(self._attempted & ~ledger.stale[domain]):
+            if isinstance(self.backend.resources[place], Buffer):
+                ledger.move(domain, ledger.names[place])
 
     def _fault(self, event: str, error: BaseException, worse: BaseException) -> None:
         """The undo failed too. Observers are told; what they raise joins the group."""
@@ -647,6 +678,27 @@ def _require_manager(role: str, manager: Any) -> None:
         (f"it lacks {', '.join(lacking)}",),
         f"give it what specfsm.KVManager names{declare}",
     )
+
+
+def _require_own_buffers(backend: Backend, metadata: Any, bindings: Sequence[Binding]) -> None:
+    """A twin at the target's address would have the draft's refresh overwrite what the target reads."""
+    target, draft = bindings[0].values, bindings[-1].values
+    offenders = tuple(
+        f"{resource.twin} [draft] is the target's own buffer, {resource.attribute}"
+        for place, resource in enumerate(backend.resources)
+        if isinstance(resource, Table) and draft is not target and _one_buffer(target[place], draft[place])
+    )
+    if offenders:
+        raise UnknownMetadata(
+            f"{type(metadata).__qualname__} cannot be switched by {backend.name}",
+            offenders,
+            "give the draft a buffer of its own, or declare the resource Shared",
+        )
+
+
+def _one_buffer(one: Any, other: Any) -> bool:
+    """Whether both are there, at one address. (An empty tensor has none.)"""
+    return one is not None and other is not None and 0 != one.data_ptr() == other.data_ptr()
 
 
 def _require_geometry(binding: Binding) -> None:

@@ -28,7 +28,7 @@ class Carried:
     active: Binding
     originals: tuple[Any, ...] | None
     shared: dict[int, Any]
-    attributes: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
 class Switch:
@@ -41,6 +41,8 @@ class Switch:
 
     Attributes:
         active: whose values the metadata carries.
+        carried: every attribute that the backend declares.
+        attributes: those of them that follow the switch.
         scripts: path → (target's, draft's) compiled actions.
     """
 
@@ -48,18 +50,24 @@ class Switch:
         self.metadata = metadata
         self.resources = target.backend.resources
         self.target, self.draft, self.active = target, draft, target
-        self.scripts: Mapping[Path, tuple[Script, Script]] = {
-            path: (script(target, path, drop[Domain.TARGET]), script(draft, path, drop[Domain.DRAFT])) for path in Path
-        }
         self.whole = script(draft, Path.EAGER, 0)
         self.attributes = self._exchanged()
+        self.carried = tuple(name for resource in self.resources for name in resource.attributes)
         self._introduce()
         self.read = self._reader()
-        self._returned = self._way_back()
+        self.leave_out(drop)
         self.originals: tuple[Any, ...] | None = None
         self.shared: dict[int, Any] = {}
-        self._pairs: dict[Path, tuple[tuple[str, Any], ...]] = {}
         self._touched: list[tuple[int, Any]] = []
+
+    def leave_out(self, drop: tuple[int, int]) -> None:
+        """Compile the actions, without those of the dropped resources, from now on."""
+        self.scripts: Mapping[Path, tuple[Script, Script]] = {
+            path: (script(self.target, path, drop[Domain.TARGET]), script(self.draft, path, drop[Domain.DRAFT]))
+            for path in Path
+        }
+        self._returned = self._way_back()
+        self._pairs: dict[Path, tuple[tuple[str, Any], ...]] = {}
 
     @property
     def unified(self) -> bool:
@@ -77,14 +85,14 @@ class Switch:
                     setattr(self.metadata, name, resource.empty())
 
     def _reader(self) -> Callable[[Any], tuple[Any, ...]]:
-        if len(self.attributes) > 1:
-            return attrgetter(*self.attributes)
-        return lambda metadata: tuple(getattr(metadata, name) for name in self.attributes)
+        if len(self.carried) > 1:
+            return attrgetter(*self.carried)
+        return lambda metadata: tuple(getattr(metadata, name) for name in self.carried)
 
     def _way_back(self) -> tuple[tuple[str, int], ...]:
         """(attribute, its place in the record) of what a restore returns, last first."""
         returned = {name for name, *_ in self.scripts[Path.RESTORE][Domain.TARGET].rebinds}
-        pairs = [(name, index) for index, name in enumerate(self.attributes) if name in returned]
+        pairs = [(name, index) for index, name in enumerate(self.carried) if name in returned]
         return tuple(reversed(pairs))
 
     # The exchange.
@@ -121,15 +129,24 @@ class Switch:
         self.originals, self.active = None, self.target
 
     def carry(self, binding: Binding, mask: int) -> None:
-        """Put new values of the active domain on the metadata."""
+        """Put new values on the metadata, or, where the other domain is active, into the record of the originals."""
         self._pairs = {}
-        if binding is not self.active:
+        if binding is not self.active and binding is not self.target:
             return
         for place in bits(mask):
             resource = self.resources[place]
             for half, attribute in enumerate(resource.attributes):
                 value = binding.hosts.get(place) if half else binding.values[place]
-                setattr(self.metadata, attribute, resource.empty() if value is None else value)
+                value = resource.empty() if value is None else value
+                if binding is self.active or attribute not in self.attributes:
+                    setattr(self.metadata, attribute, value)
+                else:
+                    self._note_original(attribute, value)
+
+    def _note_original(self, attribute: str, value: Any) -> None:
+        assert self.originals is not None, "the originals are recorded while the draft is active"
+        index = self.carried.index(attribute)
+        self.originals = (*self.originals[:index], value, *self.originals[index + 1 :])
 
     def _resolve(self, path: Path, steps: Script) -> tuple[tuple[str, Any], ...]:
         """The pairs of a switch, kept until a value changes."""
@@ -160,14 +177,23 @@ class Switch:
     def remember(self) -> Carried:
         return Carried(self.active, self.originals, self.shared.copy(), self.read(self.metadata))
 
-    def put_back(self, carried: Carried) -> None:
-        """Make the metadata, and the contents of every shared buffer, what they were."""
+    def put_back(self, carried: Carried) -> int:
+        """Make the metadata, and the contents of every shared buffer, what they were.
+
+        Returns:
+            The mask of the shared buffers that were written for it.
+        """
+        written = 0
         for place, saved in reversed(self._touched):
             self._load(place, saved)
-        for attribute, value in zip(reversed(self.attributes), reversed(carried.attributes), strict=True):
-            setattr(self.metadata, attribute, value)
+            written |= 1 << place
+        now = self.read(self.metadata)
+        for attribute, value, held in zip(self.carried[::-1], carried.values[::-1], now[::-1], strict=True):
+            if held is not value:
+                setattr(self.metadata, attribute, value)
         self._pairs = {}
         self.active, self.originals, self.shared = carried.active, carried.originals, carried.shared
+        return written
 
     def reset(self) -> None:
         """Bind the target's own values, whatever the metadata carries now."""

@@ -100,6 +100,8 @@ def require_untampered(fsm: Orchestrator, move: Move, entered: Binding) -> None:
 
 def _tampered(fsm: Orchestrator, binding: Binding) -> Any:
     fresh = fsm.ledger.bound[binding.domain] & ~fsm.ledger.stale[binding.domain]
+    if binding is not fsm.switch.active:
+        fresh &= ~sum(1 << place for place in fsm.switch.shared)  # their contents are saved, and the draft's are there
     for place in bits(fresh):
         resource, value = fsm.backend.resources[place], binding.values[place]
         if resource.attribute in _shown(fsm, binding) and getattr(fsm.metadata, resource.attribute) is not value:

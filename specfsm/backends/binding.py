@@ -168,7 +168,7 @@ class Binding:
         offenders = misfits(resource, resource.name, tensor, self.view.axes, self.domain)
         if offenders:
             raise ValueError("; ".join(offenders))
-        if self.launch is not None:
+        if self.launch is not None and resource.name in self.launch.tensors:
             self.launch.rebind(resource.name, tensor)
         self.values[place] = tensor
 

@@ -50,8 +50,8 @@ class FlashMLAMetadata(AttentionMetadata):
 
     kv_block_ids_per_seq: torch.Tensor
     block_ids_per_seq: torch.Tensor
-    flash_mla_tile_scheduler_metadata: torch.Tensor | None
-    flash_mla_num_splits: torch.Tensor | None
+    flash_mla_tile_scheduler_metadata: Any  # None until the first layer makes the schedule
+    flash_mla_num_splits: Any
 
 
 class Pass:
@@ -172,12 +172,17 @@ def latent_rows(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     have it already. Attention over such rows is exact, see `latent_queries`.
     """
     row = torch.cat((key.flatten(1), value.flatten(1)), dim=1)
-    if row.shape[1] > LATENT:
-        groups, dim = key.shape[1:]
-        raise ValueError(
-            f"{groups} KV heads of {dim} need {row.shape[1]} elements of FlashMLA's {LATENT}: use --backend trtllm"
-        )
     return functional.pad(row, (0, LATENT + ROPE - row.shape[1]))
+
+
+def latent_page(heads: int, dim: int) -> tuple[int, int]:
+    """(heads, width) of one token of a model with `heads` KV heads of width `dim`."""
+    needed = 2 * heads * dim
+    if needed > LATENT:
+        raise ValueError(
+            f"{heads} KV heads of {dim} need {needed} elements of FlashMLA's {LATENT}: use --backend trtllm"
+        )
+    return 1, LATENT + ROPE
 
 
 def latent_queries(query: torch.Tensor, groups: int) -> torch.Tensor:
@@ -241,13 +246,12 @@ class FlashMLAPass(Pass):
 
     def _schedule(self, rows: slice) -> Splits:
         """The plan that the metadata carries, made by the first layer that finds none."""
-        metadata = self.metadata
-        tiles, num_splits = metadata.flash_mla_tile_scheduler_metadata, metadata.flash_mla_num_splits
-        if tiles is None or num_splits is None:
-            tiles, num_splits = plan_splits(self.lens[rows], self.page)
-            self.publish("flash_mla_tile_scheduler_metadata", tiles)
-            self.publish("flash_mla_num_splits", num_splits)
+        names = ("flash_mla_tile_scheduler_metadata", "flash_mla_num_splits")
         if self.splits is None:
+            for name, made in zip(names, plan_splits(self.lens[rows], self.page), strict=True):
+                if getattr(self.metadata, name) is None:  # each on its own, so that one kept too long is read
+                    self.publish(name, made)
+            tiles, num_splits = (getattr(self.metadata, name) for name in names)
             self.splits = Splits.read(tiles, num_splits, self.blocks)
         return self.splits
 
@@ -335,7 +339,7 @@ class Flavour:
 
 FLAVOURS = {
     "trtllm": Flavour(Trtllm, TrtllmMetadata, TrtllmPass, 16, 2, lambda heads, dim: (heads, dim)),
-    "flash_mla": Flavour(FlashMLA, FlashMLAMetadata, FlashMLAPass, 64, 1, lambda heads, dim: (1, LATENT + ROPE)),
+    "flash_mla": Flavour(FlashMLA, FlashMLAMetadata, FlashMLAPass, 64, 1, latent_page),
 }
 """Backend name → how the loop runs it."""
 

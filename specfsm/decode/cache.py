@@ -143,6 +143,8 @@ class PagedKVCache:
         self._free_rows.append(owned.row)
         if self.geometry.row_order is RowOrder.SLOT:
             self.host_block_offsets[:, owned.row] = -1
+        else:
+            self.host_block_offsets.fill_(-1)
         self._order = ()
         self.blocks_version += 1
 

@@ -66,6 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--rows", choices=[order.value for order in RowOrder], default="batch", help="row order of the KV managers"
     )
+    run.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; else sample (%(default)s)"
+    )
+    run.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    run.add_argument(
+        "--graphs",
+        choices=("off", "whole", "draft"),
+        default="off",
+        help="capture and replay: target, acceptance and draft in one graph, or the draft phase alone (%(default)s)",
+    )
+    run.add_argument("--overlap", action="store_true", help="prepare step n + 1 while step n runs")
+    run.add_argument(
+        "--kernels",
+        choices=("torch", "flash_mla"),
+        default="torch",
+        help="attention kernels; flash_mla needs a Hopper GPU",
+    )
     run.add_argument("--device", default="cpu", help="where to run (%(default)s)")
     run.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and caches (%(default)s)"
@@ -110,7 +127,14 @@ class Run:
     accepted: int
     seconds: float
     phases: list[dict[str, Any]] = field(factory=list)
+    replays: int = 0
     crash: str = ""
+
+    @property
+    def how(self) -> str:
+        """How many of the forwards were graph replays, if any was."""
+        eager = self.forwards - self.replays
+        return f" ({self.replays} replayed from graphs, {eager} eager)" if self.replays else ""
 
     @property
     def tokens(self) -> int:
@@ -129,10 +153,19 @@ def decode(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    if arguments.verify and arguments.temperature:
+        raise DecodeError("--verify compares greedy decoding token by token; leave --temperature at 0")
     if arguments.unchecked and not arguments.broken:
         raise DecodeError("--unchecked goes with --break: there is nothing to leave unchecked")
     console = Console(stderr=arguments.json, highlight=False)
     session = Session(arguments)
+    try:
+        return _decode(session, console, arguments)
+    finally:
+        session.save_trace()
+
+
+def _decode(session: Session, console: Console, arguments: argparse.Namespace) -> int:
     drop = [session.broken] if arguments.broken else []
     if arguments.unchecked:
         return _compare(session, console, drop)
@@ -164,8 +197,13 @@ class Session:
         if arguments.draft_len < 1:
             raise DecodeError(f"--draft-len must be at least 1, not {arguments.draft_len}")
         self.broken = self._broken()
+        self._require_trace_file()
         dtype = getattr(torch, arguments.dtype)
         place = {"dtype": dtype, "device": arguments.device}
+        try:
+            torch.empty(1, device=arguments.device)
+        except (RuntimeError, AssertionError) as error:  # torch's own, for a device that is not there
+            raise DecodeError(f"cannot run on {arguments.device!r}: {str(error).splitlines()[0]}") from error
         try:
             lm, self.tokenizer = load_target(arguments.target, **place)
             self.target = Model(lm)
@@ -191,6 +229,20 @@ class Session:
             raise DecodeError(str(error.args[0])) from error
         return name, Domain[(domain or "draft").upper()]
 
+    def _require_trace_file(self) -> None:
+        """Before anything is decoded."""
+        file: Path | None = self.arguments.trace
+        try:
+            if file is not None:
+                file.open("a").close()
+        except OSError as error:
+            raise DecodeError(f"cannot write {file}: {error.strerror}") from error
+
+    def save_trace(self) -> None:
+        """Write what the last speculative run did, be it that it was refused."""
+        if self.arguments.trace is not None and self.last is not None:
+            self.last.fsm.trace.save(self.arguments.trace)
+
     def _encode(self, prompt: str) -> list[int]:
         if not prompt.strip():
             raise DecodeError("the prompt is empty: there is nothing to continue")
@@ -204,7 +256,11 @@ class Session:
     def run(self, drop: Sequence[Any], live: Console | None, *, alone: bool = False, check: str | None = None) -> Run:
         """Decode all prompts; with `alone`, by the target only."""
         loop = self._loop(drop, alone, check)
-        ids = [loop.submit(prompt, self.arguments.max_new_tokens) for prompt in self.prompts]
+        self.last = loop if not alone else self.last
+        try:
+            ids = [loop.submit(prompt, self.arguments.max_new_tokens) for prompt in self.prompts]
+        except ValueError as error:
+            raise DecodeError(str(error)) from error
         emissions: list[Emission] = []
         writer = _Writer(live, self.tokenizer) if live is not None else None
         started = time.perf_counter()
@@ -217,21 +273,27 @@ class Session:
 
         try:
             loop.run(note)
-        except (IndexError, RuntimeError) as error:
+        except Exception as error:  # whatever a stale resource brings down when nobody checks
             if check != "off" or isinstance(error, IllegalTransition):
                 raise
             crash = f"{type(error).__name__}: {error}".splitlines()[0]
         run = _collect(ids, emissions, loop, time.perf_counter() - started)
         run.crash = crash
-        self.last = loop if not alone else self.last
         return run
 
     def _loop(self, drop: Sequence[Any], alone: bool, check: str | None) -> DecodeLoop:
         from specfsm.decode.loop import DecodeLoop, Settings
+        from specfsm.decode.verify import Sampler
         from specfsm.trace import Trace
 
         arguments = self.arguments
         longest = max(map(len, self.prompts)) + arguments.max_new_tokens
+        limit = self.target.config.max_position_embeddings
+        if longest > limit:
+            given = longest - arguments.max_new_tokens
+            raise DecodeError(
+                f"{given} prompt tokens and {arguments.max_new_tokens} new ones are more than the model's {limit}"
+            )
         settings = Settings(
             backend=arguments.backend,
             draft_len=arguments.draft_len,
@@ -240,6 +302,9 @@ class Session:
             row_order=RowOrder(arguments.rows),
             dtype=arguments.dtype,
             device=arguments.device,
+            graphs=arguments.graphs,
+            overlap=arguments.overlap,
+            kernels=arguments.kernels,
         )
         try:
             return DecodeLoop(
@@ -247,6 +312,7 @@ class Session:
                 None if alone else self.draft,
                 settings,
                 stop=self._stop(),
+                sampler=Sampler(arguments.temperature, arguments.seed),
                 check=check or arguments.check,
                 drop=drop,
                 trace=Trace(capacity=None),
@@ -279,6 +345,7 @@ def _collect(ids: Sequence[int], emissions: Sequence[Emission], loop: DecodeLoop
         sum(emission.accepted for emission in emissions),
         seconds,
         [asdict(summary) for summary in loop.fsm.trace.summary()],
+        loop.replays,
     )
 
 
@@ -305,8 +372,6 @@ class _Writer:
 
 def _report(session: Session, console: Console, run: Run, alone: Run | None) -> None:
     same = alone is None or alone.outputs == run.outputs
-    if session.arguments.trace is not None and session.last is not None:
-        session.last.fsm.trace.save(session.arguments.trace)
     if session.arguments.json:
         facts = asdict(run) | {"texts": [session.text(output) for output in run.outputs], "tokens": run.tokens}
         facts |= {} if alone is None else {"verified": same, "alone_seconds": alone.seconds}
@@ -325,8 +390,9 @@ def _report(session: Session, console: Console, run: Run, alone: Run | None) -> 
 
 def _summary(run: Run) -> str:
     mean = run.tokens / run.forwards if run.forwards else 0.0
+    pace = run.tokens / run.seconds
     return (
-        f"{run.tokens} tokens in {run.forwards} target forwards: {mean:.2f} a forward, {run.tokens / run.seconds:.1f} a second\n"
+        f"{run.tokens} tokens in {run.forwards} target forwards: {mean:.2f} a forward, {pace:.1f} a second{run.how}\n"
         f"{run.accepted} of {run.proposed} drafted tokens accepted ({run.rate:.0%}), shown in green"
     )
 

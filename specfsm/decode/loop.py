@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
+from attrs.validators import in_
 
 from specfsm.backends.backend import Sizes
-from specfsm.decode.attention import FLAVOURS, Pass
+from specfsm.decode.attention import FLAVOURS, Flavour, Pass
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
 from specfsm.decode.model import Draft, Model
-from specfsm.decode.verify import accept_greedy
+from specfsm.decode.step import Step
+from specfsm.decode.verify import Sampler
 from specfsm.domain import Batch, Domain, Geometry, RowOrder, UnifiedCache
 from specfsm.orchestrator import Orchestrator
 
@@ -37,6 +39,10 @@ class Settings:
         row_order: how the managers order their rows.
         host_blocks: pages of each cache's host pool.
         tokens_per_block, draft_tokens_per_block: page sizes; by default the backend's own.
+        graphs: "off", "whole" (target, acceptance and draft in one graph) or "draft" (the draft phase alone).
+        graph_sizes: batch sizes that are captured; a batch is padded to the next one, and a larger one runs eagerly.
+        kernels: "torch", or "flash_mla" for the real kernel of that backend (a Hopper GPU, bfloat16).
+        overlap: the host prepares step n + 1 while the device runs step n.
     """
 
     backend: str = "trtllm"
@@ -51,11 +57,21 @@ class Settings:
     draft_tokens_per_block: int | None = None
     dtype: str = "float32"
     device: str = "cpu"
+    graphs: str = field(default="off", validator=in_(("off", "whole", "draft")))
+    graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    kernels: str = field(default="torch", validator=in_(("torch", "flash_mla")))
+    overlap: bool = False
 
     @property
     def window(self) -> int:
-        """Tokens that one step may write past the last known one."""
-        return self.draft_len + 1
+        """Tokens that may be written past the last one the host knows of."""
+        return (self.draft_len + 1) * (2 if self.overlap else 1)
+
+    def padded(self, rows: int) -> int:
+        """Rows that a batch of this many requests is run with."""
+        if self.graphs == "off":
+            return rows
+        return min((size for size in self.graph_sizes if rows <= size <= self.max_requests), default=rows)
 
 
 @define
@@ -67,6 +83,7 @@ class Request:
         target_rows, draft_rows: how many rows of each cache are made from `tokens` and stay valid.
         drafted: what the target verifies next.
         states: the target's states that the draft has not seen yet, [rows, width].
+        probs: [L, vocabulary], what `drafted` was drawn from; None when greedy.
     """
 
     id: int
@@ -77,6 +94,11 @@ class Request:
     draft_rows: int = 0
     drafted: list[int] = field(factory=list)
     states: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+
+    def speculates(self, draft_len: int) -> bool:
+        """Whether its prompt is in both caches and its draft is whole."""
+        return self.target_rows > 0 and len(self.drafted) == draft_len
 
     @property
     def remaining(self) -> int:
@@ -100,14 +122,33 @@ class Emission:
     finished: bool
 
 
+class _Pending:
+    """A step whose results the host has not read: they are on their way to host memory behind an event."""
+
+    def __init__(self, rows: list[Request], step: Step) -> None:
+        self.rows, self.step = rows, step
+        self.results = step.results()
+        self.event: Any = torch.cuda.Event() if step.known.is_cuda else None  # type: ignore[no-untyped-call]  # torch's
+        if self.event is not None:
+            self.event.record()
+
+    def read(self) -> tuple[list[list[int]], list[int], list[list[int]]]:
+        """Choices, accepted counts and what is known now, after the step has run."""
+        if self.event is not None:
+            self.event.synchronize()
+        choices, accepted, known = (each.tolist() for each in self.results)
+        return choices, accepted, known
+
+
 class DecodeLoop:
-    """Decodes requests greedily.
+    """Decodes requests.
 
     Args:
         target: the model that decides.
         draft: what proposes; None decodes with the target alone.
         settings: sizes and backend.
         stop: token ids that end a request.
+        sampler: how tokens are chosen; greedily by default.
         machine: further arguments of the `Orchestrator` (check, drop, trace, contracts, …).
     """
 
@@ -117,6 +158,7 @@ class DecodeLoop:
         draft: Draft | None,
         settings: Settings,
         stop: Iterable[int] = (),
+        sampler: Sampler | None = None,
         **machine: Any,
     ) -> None:
         if settings.backend not in FLAVOURS:
@@ -124,26 +166,33 @@ class DecodeLoop:
         self.target, self.draft = target, draft
         self.settings = settings if draft is not None else evolve(settings, draft_len=0)
         self.stop = frozenset(stop)
+        self.sampler = sampler or Sampler()
         self.flavour = FLAVOURS[settings.backend]
-        self.cache = self._cache(target.layers, settings.tokens_per_block, settings.blocks)
+        self.forward_pass = _forward_pass(settings, self.flavour)
+        self.cache = self._cache(target, settings.tokens_per_block, settings.blocks)
         self.draft_cache = (
-            None if draft is None else self._cache(draft.layers, settings.draft_tokens_per_block, settings.draft_blocks)
+            None if draft is None else self._cache(draft, settings.draft_tokens_per_block, settings.draft_blocks)
         )
         self.metadata = self.flavour.metadata()
         self.fsm = self._machine(machine)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._ids = count(1)
-        self.forwards = 0
+        self.forwards = self.eager = self.replays = 0
+        self.steps: dict[int, Step] = {}
+        self.dummies = self._dummies()
+        self.pending: _Pending | None = None
+        self.leaving: list[Request] = []
 
-    def _cache(self, layers: int, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
-        settings, flavour, config = self.settings, self.flavour, self.target.config
+    def _cache(self, model: Draft, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
+        settings, flavour, config, layers = self.settings, self.flavour, model.config, model.layers
         page = tokens_per_block or flavour.tokens_per_block
-        width = -(-(settings.max_tokens + settings.window) // page)
-        heads, dim = flavour.page(config.num_key_value_heads, config.hidden_size // config.num_attention_heads)
+        width = -(-self.limit // page)
+        width_of_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = flavour.page(config.num_key_value_heads, width_of_head)
         geometry = Geometry(
             tokens_per_block=page,
-            blocks_in_primary_pool=blocks or width * settings.max_requests,
+            blocks_in_primary_pool=(blocks or width * settings.max_requests) + self._dummy_blocks(page),
             max_blocks_per_seq=width,
             num_layers=layers,
             kv_factor=flavour.planes,
@@ -154,8 +203,28 @@ class DecodeLoop:
             dtype=settings.dtype,
         )
         return PagedKVCache(
-            geometry, max_requests=settings.max_requests, host_blocks=settings.host_blocks, device=settings.device
+            geometry, max_requests=2 * settings.max_requests, host_blocks=settings.host_blocks, device=settings.device
         )
+
+    @property
+    def limit(self) -> int:
+        """Longest KV length of a request, its window included."""
+        return self.settings.max_tokens + self.settings.window
+
+    def _dummy_blocks(self, page: int) -> int:
+        """Pages that the dummy rows of padded batches hold, in each cache."""
+        return 0 if self.settings.graphs == "off" else self.settings.max_requests * -(-2 * self.settings.window // page)
+
+    def _dummies(self) -> tuple[int, ...]:
+        """Requests that pad a batch: they resolve in both caches and write to pages of their own."""
+        if self.settings.graphs == "off":
+            return ()
+        dummies = tuple(range(-self.settings.max_requests, 0))
+        for cache in self.caches:
+            for request in dummies:
+                cache.add(request)
+                cache.reserve(request, 2 * self.settings.window)
+        return dummies
 
     def _machine(self, arguments: dict[str, Any]) -> Orchestrator:
         settings, backend = self.settings, self.flavour.backend()
@@ -201,9 +270,10 @@ class DecodeLoop:
         for queue in (self.waiting, self.running):
             for each in queue:
                 if each.id == request:
-                    queue.remove(each)
                     if queue is self.running:
-                        self._release(each)
+                        self._retire(each)
+                    else:
+                        queue.remove(each)
                     return
         raise KeyError(f"no request {request} is waiting or running")
 
@@ -236,7 +306,7 @@ class DecodeLoop:
             each: is told what every step wrote.
         """
         outputs: dict[int, list[int]] = {}
-        while self.waiting or self.running:
+        while self.waiting or self.running or self.pending:
             for emission in self.step():
                 outputs.setdefault(emission.request, []).extend(emission.tokens)
                 if each is not None:
@@ -246,15 +316,68 @@ class DecodeLoop:
 
     @torch.no_grad()
     def step(self) -> list[Emission]:
-        """One target forward over every running request, then the draft's window."""
+        """One target forward over every running request, then the draft's window.
+
+        With overlap, what is returned is what the step before wrote.
+        """
         self._admit()
+        emissions = [] if self._continues() else self._drain()
         if not self.running:
-            if self.waiting:
+            if self.waiting and not emissions:
                 raise PoolExhausted("a waiting request fits neither beside the running ones nor alone")
-            return []
-        emissions = self._verify()
+            return emissions
+        if all(request.speculates(self.settings.draft_len) for request in self.running):
+            before, self.pending = self.pending, self._speculate(self.running)
+            emissions += self._collect(before)
+            return emissions if self.settings.overlap else emissions + self._drain()
+        emissions += self._verify()
+        if self.draft is not None and self.running:
+            self._propose(self.running)
+        return emissions
+
+    def _speculate(self, rows: list[Request]) -> _Pending:
+        """A step of generations only, on the device: see `specfsm.decode.step`."""
+        size, new = self.settings.padded(len(rows)), self.settings.draft_len + 1
+        step = self.steps.setdefault(size, Step(self, size))
+        step.load(rows)
+        ahead = new if self.pending is not None else 0
+        for request in rows:
+            for cache in self.caches:
+                cache.reserve(request.id, min(len(request.tokens) + ahead + new, self.limit))
+        ids = [*(request.id for request in rows), *self.dummies[: size - len(rows)]]
+        known = [*(len(request.tokens) + ahead for request in rows), *[1] * (size - len(rows))]
+        target = Batch(ids, [min(length - 1 + new, self.limit) for length in known], [new] * size)
+        draft = None
         if self.draft is not None:
-            self._propose([request for request in self.running if request.remaining > 1])
+            draft = Batch(ids, [min(length - self.draft.shift + new, self.limit) for length in known], [new] * size)
+        step.run(target, draft)
+        self.forwards += 1
+        return _Pending(list(rows), step)
+
+    def _continues(self) -> bool:
+        """Whether the step in flight, if any, may be followed by another one unseen."""
+        return self.pending is None or [each.id for each in self.pending.rows] == [each.id for each in self.running]
+
+    def _drain(self) -> list[Emission]:
+        """Wait for the step in flight and take what it wrote."""
+        pending, self.pending = self.pending, None
+        return self._collect(pending)
+
+    def _collect(self, pending: _Pending | None) -> list[Emission]:
+        if pending is None:
+            return []
+        choices, accepted, known = pending.read()
+        emissions = []
+        for row, request in enumerate(pending.rows):
+            if request in self.running:
+                request.drafted = known[row][1:]
+                request.probs = None if pending.step.probs is None else pending.step.probs[row]
+                emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row]))
+                request.draft_rows = len(request.tokens) - (self.draft.shift if self.draft is not None else 0)
+        if self.pending is None:
+            for request in self.leaving:
+                self._release(request)
+            self.leaving.clear()
         return emissions
 
     def _verify(self) -> list[Emission]:
@@ -264,7 +387,7 @@ class DecodeLoop:
         inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         self.fsm.target_prepare(batch)
-        states = self.target(self._tensor(inputs.values()), None, self._pass(batch))
+        states = self.target(self._tensor(inputs.values()), None, self.forward(batch))
         self.forwards += 1
         emissions = []
         for request, own in zip(rows, torch.split(states, list(batch.tokens)), strict=True):
@@ -274,29 +397,41 @@ class DecodeLoop:
 
     def _accept(self, request: Request, states: torch.Tensor, logits: torch.Tensor) -> Emission:
         """Keep what the target agrees with. Rejected rows stay in the cache, past its length, and are overwritten."""
-        accepted, own = accept_greedy(request.drafted, logits)
-        proposed, written = len(request.drafted), [*request.drafted[:accepted], own]
-        written = written[: request.remaining]
+        drafted, request.drafted = request.drafted, []
+        noise = self.sampler.noise(1, len(drafted)).to(logits.device)[:, len(drafted) :]
+        probs = None if request.probs is None or not drafted else request.probs[None]
+        counts, tokens = self.sampler.accept(self._tensor([drafted])[None], probs, logits[None], noise)
+        accepted, own = int(counts), int(tokens)
+        request.states = states[: states.shape[0] - len(drafted) + accepted]
+        return self._take(request, accepted, own, drafted)
+
+    def _take(self, request: Request, accepted: int, own: int, agreed: list[int]) -> Emission:
+        """Append the accepted tokens and the target's own one, as far as the request goes."""
+        written = [*agreed[:accepted], own][: request.remaining]
         for place, token in enumerate(written):
             if token in self.stop:
                 written = written[: place + 1]
                 break
-        request.states = states[: states.shape[0] - proposed + accepted]
+        proposed = self.settings.draft_len if request.target_rows else 0
         request.target_rows = len(request.tokens) + accepted
         request.tokens += written
-        request.drafted = []
         finished = request.remaining == 0 or written[-1] in self.stop
         if finished:
-            self.running.remove(request)
-            self._release(request)
+            self._retire(request)
         return Emission(request.id, tuple(written), min(accepted, len(written)), proposed, finished)
+
+    def _retire(self, request: Request) -> None:
+        """Out of the batch; its pages are given back once no step in flight may write to them."""
+        self.running.remove(request)
+        if self.pending is None:
+            self._release(request)
+        else:
+            self.leaving.append(request)
 
     def _propose(self, rows: list[Request]) -> None:
         """The draft's window: it catches up with the accepted tokens, then writes one token a step."""
         assert self.draft is not None
         assert self.draft_cache is not None
-        if not rows:
-            return
         rows = sorted(rows, key=lambda request: request.draft_rows > 0)
         shift = self.draft.shift
         for request in rows:
@@ -305,11 +440,15 @@ class DecodeLoop:
         batch = _batch(rows, {r.id: r.draft_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None
         by_id = {request.id: request for request in rows}
-        steps = max(min(self.settings.draft_len, request.remaining - 1) for request in rows)
+        steps = self.settings.draft_len
+        noise = self.sampler.noise(len(rows), steps).to(tokens.device)
+        drawn: list[dict[int, torch.Tensor]] = []
         with self.fsm.draft_forward(batch):
             for step in range(steps):
-                states = self.draft(tokens, states, self._pass(batch))[_last(batch, tokens.device)]
-                tokens = self.draft.logits(states).argmax(-1)
+                states = self.draft(tokens, states, self.forward(batch))[_last(batch, tokens.device)]
+                tokens, probs = self.sampler.choose(self.draft.logits(states), noise[:, step])
+                if probs is not None:
+                    drawn.append(dict(zip(batch.request_ids, probs, strict=True)))
                 for row, token in zip(batch.request_ids, tokens.tolist(), strict=True):
                     by_id[row].drafted.append(token)
                 if step + 1 < steps:
@@ -317,7 +456,7 @@ class DecodeLoop:
                     tokens, states = tokens[order], states[order]
         for request in rows:
             request.draft_rows = len(request.tokens) - shift
-            request.drafted = request.drafted[: request.remaining - 1]
+            request.probs = torch.stack([each[request.id] for each in drawn]) if drawn else None
 
     def _advance(self, batch: Batch) -> tuple[Batch, list[int]]:
         """The next draft step's batch, and where each of its rows stood before."""
@@ -326,12 +465,23 @@ class DecodeLoop:
         assert now is not None
         return now, [batch.request_ids.index(request) for request in now.request_ids]
 
-    def _pass(self, batch: Batch) -> Pass:
-        return self.flavour.forward_pass(self.metadata, batch, self.fsm.publish)
+    def forward(self, batch: Batch, limit: int | None = None) -> Pass:
+        """What one forward over `batch` reads, from the metadata as it is now."""
+        return self.forward_pass(self.metadata, batch, self.fsm.publish, limit)
 
     def _tensor(self, tokens: Iterable[list[int]]) -> torch.Tensor:
         packed = [token for each in tokens for token in each]
         return torch.tensor(packed, dtype=torch.long, device=self.settings.device)
+
+
+def _forward_pass(settings: Settings, flavour: Flavour) -> type[Pass]:
+    if settings.kernels == "torch":
+        return flavour.forward_pass
+    if settings.backend != "flash_mla" or settings.dtype != "bfloat16" or settings.device == "cpu":
+        raise ValueError("the FlashMLA kernel needs the backend flash_mla, bfloat16 and a Hopper GPU")
+    from specfsm.decode.flash_mla import FlashMLAKernelPass
+
+    return FlashMLAKernelPass
 
 
 def _batch(rows: Sequence[Request], before: dict[int, int], new: dict[int, int]) -> Batch:

@@ -18,10 +18,12 @@ class Draft(Protocol):
     """What proposes tokens, with a KV cache of its own.
 
     Attributes:
+        config: transformers' own; its KV heads and their width are those of the cache.
         layers: layers that keep keys and values.
         shift: 0 where cache row i is made from token i; 1 where it is made from the state of token i and token i + 1.
     """
 
+    config: Any
     layers: int
     shift: int
 
@@ -53,6 +55,7 @@ class Model:
         out = self.lm.base_model(
             input_ids=tokens[None],
             position_ids=forward_pass.positions[None],
+            attention_mask=torch.ones_like(tokens[None]),  # without one transformers looks for packing on the host
             use_cache=False,
             forward_pass=forward_pass,
         )
@@ -74,6 +77,7 @@ class HeadDraft:
     def __init__(self, head: MTPHead, target: Model) -> None:
         head.config._attn_implementation = ATTENTION
         self.head = head.attach(target.lm)
+        self.config = head.config
 
     def __call__(self, tokens: torch.Tensor, states: torch.Tensor | None, forward_pass: Pass) -> torch.Tensor:
         assert states is not None, "a head drafts from the target's states"

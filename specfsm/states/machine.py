@@ -97,7 +97,7 @@ def compile_machine(machine: Machine, table: Table) -> dict[tuple[States, str], 
     Raises:
         InvalidTable: the machine has grown a guard, a queue or a row that its table does not have.
     """
-    offenders = [*_foreign_rows(machine, table), *_guards(machine)]
+    offenders = [*_foreign_rows(machine, table), *_guards(machine), *_leniency(machine)]
     if offenders:
         raise InvalidTable(table.name, tuple(offenders))
     return {(state, move.event): _arc(machine, state, move) for state, move in table.moves()}
@@ -112,7 +112,7 @@ def _rows(machine: Machine) -> Iterator[tuple[str, str, Any]]:
 
 def _foreign_rows(machine: Machine, table: Table) -> Iterator[str]:
     declared = sorted((state.name, move.event, move.to.name) for state, move in table.moves())
-    present = sorted((source, event, row.dest) for source, event, row in _rows(machine))
+    present = sorted((source, event, str(row.dest)) for source, event, row in _rows(machine))
     for row in {*present} ^ {*declared}:
         yield "{} --{}--> {} stands in only one of table and machine".format(*row)
     if len(present) != len(set(present)):
@@ -126,6 +126,15 @@ def _guards(machine: Machine) -> Iterator[str]:
     for hook in ("prepare_event", "finalize_event", "on_exception", "on_final"):
         if getattr(machine, hook):
             yield f"the machine has {hook} callbacks, which can hide a refusal"
+
+
+def _leniency(machine: Machine) -> Iterator[str]:
+    if machine.has_queue:
+        yield "the machine queues its events: a refusal would reach somebody else"
+    each: Any
+    for each in (machine, *machine.states.values()):
+        if each.ignore_invalid_triggers:
+            yield f"{getattr(each, 'name', 'the machine')} ignores invalid triggers: a refusal would pass in silence"
 
 
 def _arc(machine: Machine, state: States, move: Move) -> Arc:

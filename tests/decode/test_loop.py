@@ -1,0 +1,345 @@
+"""The loop: speculation changes nothing but the speed, whatever happens to requests, pages and pools meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specfsm.decode.attention import FLAVOURS
+from specfsm.decode.loop import DecodeLoop
+from specfsm.domain import Batch, Domain, RowOrder
+from specfsm.errors import IllegalTransition, StaleResource
+from specfsm.orchestrator import Orchestrator
+from tests.decode.conftest import (
+    DRAFTS,
+    Arrival,
+    Churn,
+    churn,
+    draft,
+    exchange,
+    lossless,
+    places,
+    plain,
+    prompt,
+    reference,
+    settings,
+    target,
+)
+
+BACKENDS = tuple(FLAVOURS)
+ORDERS = tuple(RowOrder)
+TIGHT = {"draft_blocks": 8}
+"""A draft's pool that holds fewer of the arrivals than the target's."""
+
+
+# Losslessness.
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 5])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speculation_changes_no_token(backend: str, order: RowOrder, draft_len: int) -> None:
+    """Requests join, finish and abort, pages move between steps, the draft's pool is the smaller one: every token is
+    transformers' own."""
+    loop = DecodeLoop(target(), draft("early-exit"), settings(backend, order, draft_len=draft_len, **TIGHT))
+    result = churn(loop)
+    lossless(result)
+    assert 0 < result.accepted < result.proposed, "neither acceptance nor rejection was met"
+    assert min(result.moved, result.mixed, result.held_back) > 0, "the batch was too calm"
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_draft_is_lossless(backend: str, kind: str) -> None:
+    """A draft may be the target itself, of another shape, or a head that reads the target's states."""
+    result = churn(DecodeLoop(target(), draft(kind), settings(backend, ORDERS[len(kind) % 2])))
+    lossless(result)
+    assert result.rate == 1.0 if kind == "self" else result.accepted < result.proposed
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_target_alone_is_lossless(backend: str, order: RowOrder) -> None:
+    """Without a draft the loop is plain greedy decoding, one token a request and step."""
+    result = churn(DecodeLoop(target(), None, settings(backend, order)))
+    lossless(result)
+    assert (result.proposed, {len(emission.tokens) for emission in result.emissions}) == (0, {1})
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "head"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_request_at_a_time_and_all_at_once_agree(backend: str, kind: str) -> None:
+    """Nothing of a request depends on who shares its batch, its pools and its tables."""
+    prompts = [prompt(seed, 1 + 3 * seed) for seed in range(4)]
+    outputs = []
+    for rows in (1, 4):
+        loop = DecodeLoop(target(), draft(kind), settings(backend, max_requests=rows))
+        for each in prompts:
+            loop.submit(each, 10)
+        outputs.append(loop.run())
+    assert outputs[0] == outputs[1] == {number + 1: reference(each, 10) for number, each in enumerate(prompts)}
+
+
+def test_transformers_own_generation_agrees() -> None:
+    """The reference that everything here is compared with is what `generate` writes."""
+    tokens = torch.tensor([prompt(10, 9)])
+    generated = plain().generate(tokens, max_new_tokens=12, do_sample=False, use_cache=True, pad_token_id=0)
+    assert generated[0, 9:].tolist() == reference(prompt(10, 9), 12)
+
+
+# What is stale is read stale, and refused.
+
+
+UNREAD = {
+    "host_kv_cache_block_offsets",  # a kernel's launcher reads these two, not plain torch
+    "host_kv_cache_pool_pointers",
+    "flash_mla_num_splits",  # every request has the same number of pieces here, so only its length is read
+}
+UNREAD_IN = {"trtllm": {"num_contexts"}}
+
+DROPS = [
+    (backend, resource.name, domain)
+    for backend in BACKENDS
+    for resource in FLAVOURS[backend].backend().resources
+    for domain in resource.domains
+]
+READ = [drop for drop in DROPS if drop[1] not in UNREAD | UNREAD_IN.get(drop[0], set())]
+SHORT = (Arrival(0, prompt(20, 9), 9), Arrival(1, prompt(21, 6), 8))
+"""Two requests; the second joins while the first generates, so that a batch is mixed."""
+
+
+def short(backend: str, **machine: Any) -> Churn:
+    loop = DecodeLoop(target(), draft("self"), settings(backend), **machine)
+    return churn(loop, SHORT, unchecked=machine.get("check") == "off")
+
+
+@pytest.mark.parametrize(("backend", "resource", "domain"), DROPS)
+def test_dropped_refresh_is_refused(backend: str, resource: str, domain: Domain) -> None:
+    """The error names the resource whose refresh was dropped, and the cache."""
+    with pytest.raises(StaleResource) as caught:
+        short(backend, drop=[(resource, domain)])
+    assert (caught.value.resource, caught.value.domain) == (resource, domain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_short_batch_is_healthy(backend: str) -> None:
+    """The batch that the drops below are compared with: lossless, mixed, and every draft accepted."""
+    result = short(backend)
+    lossless(result, SHORT)
+    assert (result.rate, result.mixed) == (1.0, 1)
+
+
+@pytest.mark.parametrize(("backend", "resource", "domain"), READ)
+def test_what_is_stale_is_read_stale(backend: str, resource: str, domain: Domain) -> None:
+    """With the checks off nothing stands in for the dropped refresh: tokens change, acceptance falls, or it crashes."""
+    result = short(backend, drop=[(resource, domain)], check="off")
+    if domain is Domain.DRAFT and not result.crash:
+        lossless(result, SHORT)  # a draft that reads rubbish is slow, not wrong
+        assert result.rate < 1.0
+    else:
+        assert result.crash or result.outputs != [reference(each.prompt, each.new) for each in SHORT]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_that_move_unnoticed_are_read_where_they_were(backend: str, order: RowOrder) -> None:
+    """A manager that moves pages and keeps its version quiet gets other tokens: the move is real, and the version
+    is all that tells of it."""
+    moved, quiet = ([], [])
+    for outputs, tells in ((moved, True), (quiet, False)):
+        loop = DecodeLoop(target(), None, settings(backend, order, max_tokens=30))
+        ids = [loop.submit(prompt(seed, 9), 5) for seed in (22, 23)]
+        outputs += [loop.step()]
+        version = loop.cache.blocks_version
+        for request in ids:
+            loop.cache.reserve(request, 24)  # so that no later growth tells of the move
+        loop.step()
+        version = loop.cache.blocks_version
+        exchange(loop.cache, *ids)
+        if not tells:
+            loop.cache.blocks_version = version
+        rest = loop.run()
+        outputs[:] = [rest[request] for request in ids]
+    assert moved == [reference(prompt(seed, 9), 5)[2:] for seed in (22, 23)]
+    assert quiet != moved
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "says"),
+    [
+        ([], 4, "the prompt is empty"),
+        ([1, 2], 0, "max_new_tokens must be at least 1, not 0"),
+        (prompt(1, 37), 4, "a prompt of 37 tokens and 4 new ones do not fit the target's cache, which holds 40 tokens"),
+        (prompt(1, 25), 4, "a prompt of 25 tokens and 4 new ones do not fit the draft's cache, which holds 28 tokens"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_at_once(tokens: list[int], new: int, says: str) -> None:
+    """One line that says why; nothing is queued, nothing is taken."""
+    loop = DecodeLoop(target(), draft("self"), settings(max_tokens=40, draft_blocks=4))
+    with pytest.raises(ValueError, match=says) as caught:
+        loop.submit(tokens, new)
+    assert "\n" not in str(caught.value)
+    assert (loop.waiting, loop.step()) == ([], [])
+
+
+def test_longest_request_that_is_taken_fits() -> None:
+    """At the very limit of the smaller pool it decodes to its end."""
+    loop = DecodeLoop(target(), draft("self"), settings(max_tokens=40, draft_blocks=4))
+    loop.submit(prompt(24, 23), 5)
+    assert loop.run() == {1: reference(prompt(24, 23), 5)}
+
+
+def test_unknown_backend_is_refused() -> None:
+    """One line that lists the known ones."""
+    with pytest.raises(ValueError, match=f"unknown backend 'flash-mla': it is one of {', '.join(FLAVOURS)}"):
+        DecodeLoop(target(), None, settings("flash-mla"))
+
+
+def test_unknown_resource_is_refused() -> None:
+    """A drop that names nothing drops nothing in silence: the message lists what there is."""
+    with pytest.raises(KeyError, match="trtllm has no resource 'nonesuch'; it has kv_cache_manager, "):
+        DecodeLoop(target(), None, settings(), drop=["nonesuch"])
+
+
+@pytest.mark.parametrize("tight", [{"blocks": 16}, {"draft_blocks": 8}])
+def test_admission_counts_both_pools(tight: dict[str, int]) -> None:
+    """A request waits until each pool holds it at its longest, beside the running ones: none ever runs dry."""
+    loop = DecodeLoop(target(), draft("early-exit"), settings(**tight))
+    for seed in range(3):
+        loop.submit(prompt(seed, 12), 14)
+    running = []
+    while loop.waiting or loop.running:
+        loop.step()
+        running.append(len(loop.running))
+    assert max(running) == 2, "three rows are free, but pages only for two"
+
+
+def test_rows_of_a_batch_are_counted_too() -> None:
+    """With pages for all of them, requests beyond the last row wait."""
+    loop = DecodeLoop(target(), None, settings(max_requests=2))
+    for seed in range(3):
+        loop.submit(prompt(seed, 3), 4)
+    loop.step()
+    assert (len(loop.running), len(loop.waiting)) == (2, 1)
+
+
+def test_abort_gives_every_page_back() -> None:
+    """Of a running request; a waiting one has none, and an unknown one is an error."""
+    loop = DecodeLoop(target(), draft("self"), settings(max_requests=1))
+    running, waiting = loop.submit(prompt(1, 9), 9), loop.submit(prompt(2, 9), 9)
+    loop.step()
+    loop.abort(waiting)
+    loop.abort(running)
+    assert (loop.running, loop.waiting) == ([], [])
+    assert all(each.free_blocks == each.geometry.blocks_in_primary_pool for each in loop.caches)
+    with pytest.raises(KeyError, match=f"no request {running} is waiting or running"):
+        loop.abort(running)
+
+
+@pytest.mark.parametrize("kind", ["self", "early-exit"])
+@pytest.mark.parametrize("place", range(5))
+def test_stop_token_ends_a_request(kind: str, place: int) -> None:
+    """It is the last token written, wherever in a step it falls, drafted or not."""
+    expected = reference(prompt(26, 6), 12)
+    stop = expected[place]
+    loop = DecodeLoop(target(), draft(kind), settings(), stop=[stop])
+    loop.submit(prompt(26, 6), 12)
+    emissions = []
+    [output] = loop.run(emissions.append).values()
+    assert output == expected[: expected.index(stop) + 1]
+    assert [each.finished for each in emissions] == [*[False] * (len(emissions) - 1), True]
+    assert all(each.accepted <= len(each.tokens) for each in emissions)
+
+
+@pytest.mark.parametrize("new", range(1, 8))
+def test_no_more_tokens_than_asked_for(new: int) -> None:
+    """However many were drafted, and in as few forwards as the draft length allows."""
+    loop = DecodeLoop(target(), draft("self"), settings(draft_len=3))
+    loop.submit(prompt(27, 5), new)
+    assert loop.run() == {1: reference(prompt(27, 5), new)}
+    assert loop.forwards == 1 + -(-(new - 1) // 4)
+
+
+def test_emissions_say_what_was_drafted() -> None:
+    """With the target as its own draft: all of a step but its last token, none of the first step."""
+    loop = DecodeLoop(target(), draft("self"), settings(draft_len=3))
+    loop.submit(prompt(27, 5), 9)
+    emissions = []
+    loop.run(emissions.append)
+    assert [(len(each.tokens), each.accepted, each.proposed) for each in emissions] == [(1, 0, 0), (4, 3, 3), (4, 3, 3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rejected_rows_are_overwritten(backend: str) -> None:
+    """What the target's cache holds of the tokens it knows is what it holds without any draft."""
+    caches = []
+    for kind in (None, "other"):
+        loop = DecodeLoop(target(), draft(kind) if kind else None, settings(backend))
+        request = loop.submit(prompt(28, 6), 15)
+        loop.step()
+        while loop.running[0].target_rows < 16:
+            loop.step()
+        pages = loop.cache.pool[places(loop.cache, request)]  # [blocks, layers, planes, tokens a block, heads, dim]
+        caches.append(pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:16])
+    torch.testing.assert_close(caches[0], caches[1], atol=1e-4, rtol=1e-4)
+
+
+# Refusals that the engine catches.
+
+
+class Refuses:
+    """A contract that refuses an event once, when it comes the n-th time."""
+
+    def __init__(self, event: str, time: int) -> None:
+        self.events, self.left = (event,), time
+
+    def admit(self, fsm: Orchestrator, event: str, batch: Batch | None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise IllegalTransition(fsm.state, event)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize(
+    ("event", "time"), [("target_prepare", 1), ("target_prepare", 3), ("draft_forward", 1), ("draft_forward", 2),
+                        ("draft_step", 1), ("draft_step", 4)]
+)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refused_step_is_decoded_without_speculation(backend: str, event: str, time: int, kind: str) -> None:
+    """An engine that catches the refusal and goes on loses no token, and writes no other."""
+    loop = DecodeLoop(target(), draft(kind), settings(backend), contracts=[Refuses(event, time)])
+    for arrival in SHORT:
+        loop.submit(arrival.prompt, arrival.new)
+    outputs: dict[int, list[int]] = {1: [], 2: []}
+    refused = 0
+    while loop.running or loop.waiting:
+        try:
+            emissions = loop.step()
+        except IllegalTransition:
+            refused += 1
+            assert loop.fsm.domain is Domain.TARGET
+            continue
+        for emission in emissions:
+            outputs[emission.request] += emission.tokens
+    assert refused == 1
+    assert outputs == {number + 1: reference(each.prompt, each.new) for number, each in enumerate(SHORT)}
+
+
+def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
+    """Even a draft that is refused every time costs speed only: each step decodes without speculation."""
+    loop = DecodeLoop(target(), draft("self"), settings(), drop=[("kv_cache_block_offsets", Domain.DRAFT)])
+    loop.submit(prompt(29, 6), 6)
+    output: list[int] = []
+    refused = 0
+    while loop.running or loop.waiting:
+        try:
+            for emission in loop.step():
+                output += emission.tokens
+        except StaleResource:
+            refused += 1
+    assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 4, 6)
