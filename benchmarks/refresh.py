@@ -37,6 +37,9 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import triton
+import triton.language as tl
+
 from specfsm.domain import Geometry, RowOrder, Unit
 from specfsm.kernels import ExpandRows, GatherTable, Recipe, RefreshLaunch, SlidingTable, SlotMapping, refresh_reference
 from specfsm.kernels.refresh import Tile
@@ -269,18 +272,16 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / event_time(lambda: target.copy_(source))
 
 
-def empty_launch(device: torch.device) -> tuple[Callable[[], object], str]:
-    """A Triton kernel that does nothing, launched with one program."""
-    import triton
-    import triton.language as tl
+@triton.jit
+def nothing(pointer: tl.tensor) -> None:
+    pass
 
-    @triton.jit
-    def nothing(pointer: tl.tensor) -> None:
-        pass
 
+def empty_launch(device: torch.device) -> Callable[[], object]:
+    """A kernel that does nothing, launched with one program."""
     anchor = torch.zeros(1, device=device)
     nothing[(1,)](anchor)
-    return lambda: nothing[(1,)](anchor), str(triton.__version__)
+    return lambda: nothing[(1,)](anchor)
 
 
 def measure(workload: Workload, launch: RefreshLaunch, floors: dict[str, float]) -> Row:
@@ -344,7 +345,7 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type != "cuda" and not args.check:
         sys.exit("timing needs a CUDA device; --check compares with the reference without one")
-    empty, triton_version = empty_launch(device)
+    empty = empty_launch(device)
     floors: dict[str, float] = {}
     if not args.check:
         floors = {
@@ -365,7 +366,7 @@ def main() -> int:
         return 0
     card = torch.cuda.get_device_name(device)
     print(markdown(rows, floors))
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     print(
         f"\n{card}, CUDA {torch.version.cuda}, {', '.join(f'{name} {version}' for name, version in versions.items())}"
     )

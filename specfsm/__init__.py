@@ -11,15 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specfsm.backends.backend import Backend, Sizes, backend_for, register
+    from specfsm.backends.deepseek_v4 import DeepSeekV4
+    from specfsm.backends.dsa import DSA
     from specfsm.backends.flash_mla import FlashMLA
     from specfsm.backends.resource import Alias, Cache, Plan, Pointer, Shared, Staged, Table
     from specfsm.backends.trtllm import Trtllm
-    from specfsm.domain import AddressSpace, Batch, Domain, Geometry, KVManager, RowOrder, UnifiedCache, Unit
+    from specfsm.domain import (
+        AddressSpace,
+        Batch,
+        Domain,
+        Geometry,
+        KVManager,
+        RowOrder,
+        SlidingKVManager,
+        UnifiedCache,
+        Unit,
+    )
     from specfsm.errors import (
         GraphContractBroken,
         IllegalTransition,
         IncompleteBackend,
         InvalidTable,
+        NestedEvent,
         NestedPhase,
         PendingTransfer,
         RefreshDeclined,
@@ -40,15 +53,28 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "backends.backend": ("Backend", "Sizes", "backend_for", "register"),
+    "backends.deepseek_v4": ("DeepSeekV4",),
+    "backends.dsa": ("DSA",),
     "backends.flash_mla": ("FlashMLA",),
     "backends.resource": ("Alias", "Cache", "Plan", "Pointer", "Shared", "Staged", "Table"),
     "backends.trtllm": ("Trtllm",),
-    "domain": ("AddressSpace", "Batch", "Domain", "Geometry", "KVManager", "RowOrder", "UnifiedCache", "Unit"),
+    "domain": (
+        "AddressSpace",
+        "Batch",
+        "Domain",
+        "Geometry",
+        "KVManager",
+        "RowOrder",
+        "SlidingKVManager",
+        "UnifiedCache",
+        "Unit",
+    ),
     "errors": (
         "GraphContractBroken",
         "IllegalTransition",
         "IncompleteBackend",
         "InvalidTable",
+        "NestedEvent",
         "NestedPhase",
         "PendingTransfer",
         "RefreshDeclined",

@@ -21,6 +21,7 @@ __all__ = [
     "Geometry",
     "KVManager",
     "RowOrder",
+    "SlidingKVManager",
     "UnifiedCache",
     "Unit",
 ]
@@ -102,6 +103,7 @@ class Geometry:
         index_scale: what the manager's own entries are multiplied by: an entry is ``slot x index_scale + field``.
         row_order: whether the manager's rows follow the batch.
         num_pools: pools of the manager.
+        sliding_types: sliding-window tables of each layer, where the manager has any.
         dtype: name of the pool's element type, as torch spells it.
     """
 
@@ -115,6 +117,7 @@ class Geometry:
     index_scale: int = field(default=1, validator=gt(0))
     row_order: RowOrder = RowOrder.BATCH
     num_pools: int = field(default=1, validator=gt(0))
+    sliding_types: int = field(default=1, validator=gt(0))
     dtype: str = "float32"
 
     @property
@@ -164,6 +167,41 @@ class KVManager(Protocol):
 
         A batch-ordered manager rewrites its table to this order and answers 0, 1, 2, …; a slot-ordered one only
         looks its rows up.
+        """
+        ...
+
+
+@runtime_checkable
+class SlidingKVManager(KVManager, Protocol):
+    """What a backend with a sliding window asks beside that. L layers, Y types of sliding table.
+
+    Attributes:
+        sliding_pools: [L, Y], pool of each layer and type; -1 where there is none.
+        sliding_scales: [L, Y], pages of that pool from one base page to the next.
+        sliding_offsets: [L], the layer's page within them.
+        sparse_pointers: compress ratio → base address of its pool; ratio 1 is the window's own.
+        window_pointers: layer → address of its first page in the window's pool.
+        compressed_pointers: layer → address of its compressed entries; empty where nothing is compressed.
+    """
+
+    @property
+    def sliding_pools(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def sliding_scales(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def sliding_offsets(self) -> Sequence[int]: ...
+    @property
+    def sparse_pointers(self) -> dict[int, int]: ...
+    @property
+    def window_pointers(self) -> dict[int, int]: ...
+    @property
+    def compressed_pointers(self) -> dict[int, int]: ...
+
+    def compute_sliding_base(self, request_ids: Sequence[int]) -> Any:
+        """Base page ids of the sliding tables, int32 [pools, rows, planes, blocks] on the host, -1 where there is none.
+
+        Computed anew from the manager's own blocks, in a buffer that the manager keeps; whoever copies it does so after
+        this, and before the next call.
         """
         ...
 

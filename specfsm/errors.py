@@ -20,6 +20,7 @@ __all__ = [
     "IllegalTransition",
     "IncompleteBackend",
     "InvalidTable",
+    "NestedEvent",
     "NestedPhase",
     "PendingTransfer",
     "RefreshDeclined",
@@ -107,6 +108,17 @@ class NestedPhase(IllegalTransition):
         return (
             "the draft phase is active already; entering it again would record draft tables as the target's",
             "to mend: leave it first (end the with block, or call restore()); draft_step() makes the next draft token",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class NestedEvent(IllegalTransition):
+    """An event was fired while another was under way: by an observer, a contract, or a refresh."""
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            "another event is under way: one fired inside it could not be undone with it",
+            "to mend: fire it when the first has returned",
         )
 
 

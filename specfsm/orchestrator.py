@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import define
 
 from specfsm.backends.backend import Backend, backend_for, infer_sizes
 from specfsm.backends.binding import Binding
@@ -25,10 +25,11 @@ from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer, 
 from specfsm.backends.script import Script
 from specfsm.backends.staging import Event
 from specfsm.domain import Batch, Domain, KVManager, UnifiedCache
-from specfsm.errors import IllegalTransition, NestedPhase, RestoreFailed, UnknownMetadata, WrongThread
+from specfsm.errors import IllegalTransition, NestedEvent, NestedPhase, RestoreFailed, UnknownMetadata, WrongThread
 from specfsm.explain import Explanation, explain
 from specfsm.graph import Graph
-from specfsm.states.machine import Arc, Compiled, build, compile_machine
+from specfsm.states.graph import Graph as GraphState
+from specfsm.states.machine import Arc, Callback, Compiled, build, compile_machine
 from specfsm.states.phase import PHASE, Phase
 from specfsm.states.resource import Saved, bits
 from specfsm.states.table import Move, Requirement
@@ -40,6 +41,7 @@ __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DRAFT_PHASES = (Phase.DRAFT_FORWARD, Phase.DRAFT_REPLAY)
+RECORDING, RESTORE, TENSORS = Path.RECORDING, Path.RESTORE, Check.TENSORS  # looking an enum's member up takes 0.2 µs
 PATHS = {
     "target_prepare": Path.PREPARE,
     "draft_forward": Path.EAGER,
@@ -62,19 +64,44 @@ class Contract(Protocol):
         """Raise an `IllegalTransition` to refuse `event`."""
 
 
-@frozen
-class _Before:
-    """What a transition found, should it have to be undone."""
+@define
+class _Row:
+    """One row of the phase table, compiled, callbacks included, so that an event looks one thing up.
 
-    ledger: Saved
-    carried: Carried
-    views: tuple[DomainView, ...]
-    values: tuple[list[Any], ...]
-    declined: list[int]
+    Args:
+        path: on which path the resources meet it; None where they do not.
+        refreshes: whether it refreshes anything, and so needs a batch.
+        activates: whether the metadata may have to be exchanged.
+        intact: whether the target must not have been written meanwhile.
+    """
+
+    source: Phase
+    move: Move
+    event: str
+    to: Phase
+    before: tuple[Callback, ...]
+    after: tuple[Callback, ...]
+    path: Path | None
+    refreshes: bool
+    activates: bool
+    intact: bool
+
+
+_Before = tuple[Saved, Carried, tuple[DomainView, ...], tuple[list[Any], ...], list[int]]
+"""What a transition found, should it have to be undone: the ledger, what the metadata carried, and for each domain its
+view, its values and what had declined."""
+
+Work = tuple[Domain | None, int, int]
+"""The domain that an event looked at, what it refreshed, and what was proven not to need it."""
+NO_WORK: Work = (None, 0, 0)
 
 
 class DraftWindow:
-    """The draft phase as a ``with`` block: left by return or by exception, the target is restored."""
+    """The draft phase as a ``with`` block: left by return or by exception, the target is restored.
+
+    Args:
+        opened: whether it was this block that entered the draft phase; one inside another leaves it open.
+    """
 
     __slots__ = ("fsm", "opened")
 
@@ -88,7 +115,7 @@ class DraftWindow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self.opened and self.fsm.state in DRAFT_PHASES:
+        if self.opened and self.fsm.machine.state in DRAFT_PHASES:
             self.fsm.restore()
 
 
@@ -139,6 +166,7 @@ class Orchestrator:
         self.bindings = self._bind(target, target if self.unified else draft, event)
         self.switch = Switch(metadata, *self.bindings, self._masks(drop))
         self.machine = Compiled(PHASE, compile_machine(build(PHASE, observer), PHASE))
+        self._rows = {pair: _row(pair[0], arc) for pair, arc in self.machine.arcs.items()}
         self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in PHASE.events}
         self.trace = trace if trace is not None else Trace()
         self.trace.names = self.ledger.names
@@ -151,12 +179,16 @@ class Orchestrator:
             each.name for each in resources if isinstance(each, Pointer | Alias) or len(each.attributes) > 1
         )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
+        self._eager = ~self._lazy
+        self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
+        self._before: _Before | None = None
         self._attempted = 0
-        self._pulled = [(-1, -1, -1) for _ in Domain]
+        self._firing = False
+        self._pulled = [(-1, -1) for _ in Domain]
         self.recording: Graph | None = None
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self._owner = threading.current_thread()
+        self.adopt()
 
     def _bind(self, target: Any, draft: Any, event: Callable[[], Event] | None) -> tuple[Binding, Binding]:
         _require_manager("target", target)
@@ -201,7 +233,8 @@ class Orchestrator:
 
     def target_prepare(self, batch: Batch | None = None) -> None:
         """Make the metadata the target's, fresh for `batch` (by default the same as last time)."""
-        self._fire("target_prepare", self.switch.target, self.switch.target.batch if batch is None else batch)
+        target = self.switch.target
+        self._fire("target_prepare", target, target.view.batch if batch is None else batch)
 
     def draft_forward(self, batch: Batch | None = None) -> DraftWindow:
         """Switch to the draft's cache. Use it as a ``with`` block, or call `restore` when the draft is done.
@@ -209,9 +242,9 @@ class Orchestrator:
         Args:
             batch: what the draft's first pass runs; by default the target's batch.
         """
-        opened = self.machine.state not in DRAFT_PHASES
-        self._fire("draft_forward", self.switch.draft, self.switch.target.batch if batch is None else batch)
-        return DraftWindow(self, opened)
+        switch = self.switch
+        self._fire("draft_forward", switch.draft, switch.target.view.batch if batch is None else batch)
+        return self._windows[True]
 
     def draft_step(self, batch: Batch | None = None) -> None:
         """The next draft token: re-derive what reads lengths or layout.
@@ -238,7 +271,7 @@ class Orchestrator:
         opened = self.machine.state not in DRAFT_PHASES
         current = self.switch.target.batch if opened else self.switch.draft.batch
         self._fire("draft_replay", self.switch.draft, current if batch is None else batch, graph)
-        return DraftWindow(self, opened)
+        return self._windows[opened]
 
     @contextmanager
     def record(self, key: Hashable, *, max_len: int | None = None, graph: Graph | None = None) -> Iterator[Graph]:
@@ -260,6 +293,7 @@ class Orchestrator:
             raise IllegalTransition(self.machine.state, "record", legal=PHASE.legal(self.machine.state))
         graph = graph or Graph(key, max_len=max_len)
         graph.record()
+        self._before = None
         before, state = self._remember(), self.machine.state
         self.recording = graph
         try:
@@ -297,6 +331,7 @@ class Orchestrator:
         if self.machine.state is not Phase.IDLE:
             raise IllegalTransition(self.machine.state, "adopt", legal=PHASE.legal(self.machine.state))
         self._owner = threading.current_thread()
+        self._thread = threading.get_ident()
 
     # What the engine reports.
 
@@ -403,92 +438,97 @@ class Orchestrator:
 
     # The protocol.
 
-    def _find(self, event: str) -> Arc:
+    def _find(self, event: str) -> _Row:
         """Step 1: the row, or a refusal."""
+        row = self._rows.get((self.machine.state, event))
+        if row is None or self._firing or threading.get_ident() != self._thread:
+            raise self._refusal(event)
+        if self.recording is not None and event == "draft_replay":
+            raise self._refusal(event)
+        return row
+
+    def _refusal(self, event: str) -> IllegalTransition:
         state = self.machine.state
-        if threading.get_ident() != self._owner.ident:
-            raise WrongThread(state, event, owner=self._owner.name, caller=threading.current_thread().name)
-        arc = self.machine.arcs.get((state, event))
-        if arc is None or (event == "draft_replay" and self.recording is not None):
-            legal = tuple(name for name in PHASE.legal(state) if name != "fault")
-            nested = event == "draft_forward" and state in DRAFT_PHASES
-            raise (NestedPhase if nested else IllegalTransition)(state, event, legal=legal)
-        return arc
+        if threading.get_ident() != self._thread:
+            return WrongThread(state, event, owner=self._owner.name, caller=threading.current_thread().name)
+        if self._firing:
+            return NestedEvent(state, event)
+        legal = tuple(name for name in PHASE.legal(state) if name != "fault")
+        nested = event == "draft_forward" and state in DRAFT_PHASES
+        return (NestedPhase if nested else IllegalTransition)(state, event, legal=legal)
 
     def _fire(self, event: str, binding: Binding, batch: Batch | None = None, graph: Graph | None = None) -> None:
         started = perf_counter_ns()
-        arc = self._find(event)
-        move, path = arc.move, PATHS.get(event)
-        if self.recording is not None and move.refreshes:
-            path = Path.RECORDING
-        self._admit(move, binding, path, batch, graph)
-        before = self._remember()
-        written = 0
+        row = self._find(event)
+        self._firing, self._before, work = True, None, NO_WORK
         try:
-            for callback in arc.before:
+            path = row.path if self.recording is None or not row.refreshes else RECORDING
+            self._admit(row, binding, path, batch, graph)
+            for callback in row.before:
                 callback()
             if path is not None:
-                written = self._change(move, binding, path, batch, graph)
-            self.machine.state = move.to
-            for callback in arc.after:
+                work = self._change(row, binding, path, batch, graph)
+            self.machine.state = row.to
+            for callback in row.after:
                 callback()
         except BaseException as error:
-            self._undo(arc, binding, before, error)
+            self._undo(row, binding, error)
             raise
-        self.trace.append(
-            (event, move.to.value, started, perf_counter_ns(), *self._account(move, binding, path, written))
-        )
+        finally:
+            self._firing = False
+        self.trace.append((event, row.to, started, perf_counter_ns(), work))
 
-    def _account(self, move: Move, binding: Binding, path: Path | None, written: int) -> tuple[Domain | None, int, int]:
-        """Domain, what was refreshed, and what was proven not to need it."""
-        if not move.refreshes or path is None:
-            return None, 0, 0
-        steps = self.switch.scripts[path][binding.domain]
-        return binding.domain, written & ~self._lazy, steps.refreshable & ~self._lazy & ~written
-
-    def _admit(self, move: Move, binding: Binding, path: Path | None, batch: Batch | None, graph: Graph | None) -> None:
+    def _admit(self, row: _Row, binding: Binding, path: Path | None, batch: Batch | None, graph: Graph | None) -> None:
         """Step 2: whatever can be known before anything changes."""
-        if move.refreshes:
-            _require_room(move.event, batch, binding)
+        if row.refreshes:
+            if batch is None or batch is not binding.view.batch:
+                _require_room(row.event, batch, binding)
             if self.recording is None:
                 self._pull(binding)
-        for contract in self.contracts[move.event]:
-            contract.admit(self, move.event, batch)
+        for contract in self.contracts[row.event]:
+            contract.admit(self, row.event, batch)
         if graph is not None and self.check:
-            require_contract(self, move, graph, batch)
-        if self.check >= Check.TENSORS and path is not None and not self.guard and self.recording is None:
-            require_untampered(self, move, binding)
+            require_contract(self, row.move, graph, batch)
+        if self.check >= TENSORS and path is not None and not self.guard and self.recording is None:
+            require_untampered(self, row.move, binding)
 
     def _pull(self, binding: Binding) -> None:
         """Note what moved in the domain's manager since it was last looked at."""
-        domain, manager = binding.domain, binding.manager
-        now = (id(manager), manager.generation, manager.blocks_version)
+        domain, manager = binding.domain, binding.view.manager
+        now = (manager.generation, manager.blocks_version)
         was = self._pulled[domain]
         if now != was:
             _require_geometry(binding)
             self._pulled[domain] = now
-            for source, moved in (("manager", now[:2] != was[:2]), ("blocks", now[2] != was[2])):
-                if moved:
+            for source, one, other in zip(("manager", "blocks"), was, now, strict=True):
+                if one != other:
                     self.ledger.move(domain, source)
 
-    def _change(self, move: Move, binding: Binding, path: Path, batch: Batch | None, graph: Graph | None) -> int:
-        """Steps 3 to 5; the mask of what was refreshed."""
-        steps = self.switch.scripts[path][binding.domain]
-        if batch is not None:
+    def _change(self, row: _Row, binding: Binding, path: Path, batch: Batch | None, graph: Graph | None) -> Work:
+        """Steps 3 to 5."""
+        domain = binding.domain
+        steps = self.switch.scripts[path][domain]
+        if batch is not None and batch is not binding.view.batch:
+            self._remember()
             self._see(binding, batch)
-        entered = move.activates is not None and binding is not self.switch.active
+        entered = row.activates and binding is not self.switch.active
         if entered:
             self._activate(binding, path, steps)
-        if path is Path.RECORDING:
-            self._record(move, binding, steps)
-            return 0
-        made = graph.made[binding.domain] if graph is not None else 0
-        written = self._refresh(binding, steps, made) if move.refreshes and not self.guard else 0
+        if path is RECORDING:
+            self._record(row.move, binding, steps)
+            return domain, 0, 0
+        written = 0
+        if row.refreshes and not self.guard:
+            stale = self.ledger.stale[domain] & steps.refreshable
+            if graph is not None:
+                stale &= ~graph.made[domain]
+            if stale:
+                written = self._refresh(binding, stale)
         if self.check:
-            self._verify(move, binding, steps, entered, graph)
+            self._verify(row, binding, steps, entered, graph)
         if graph is not None:
             self._replayed(graph)
-        return written
+        return (domain, written & self._eager, steps.refreshable & self._eager & ~written) if row.refreshes else NO_WORK
 
     def _record(self, move: Move, binding: Binding, steps: Script) -> None:
         """Instead of steps 4 and 5 while a graph is recorded: record what it refreshes itself, derive views.
@@ -499,6 +539,7 @@ class Orchestrator:
         graph, domain, ledger = self.recording, binding.domain, self.ledger
         assert graph is not None
         assert binding.batch is not None
+        self._remember()
         due = steps.recorded
         if graph.batches[domain] is None:
             ledger.assume(domain, ~steps.baked)
@@ -514,7 +555,9 @@ class Orchestrator:
 
     def _replayed(self, graph: Graph) -> None:
         """What a graph writes is stale for everyone else."""
-        graph.machine.fire("replay")
+        self._remember()
+        if graph.state is GraphState.READY:  # an unchecked replay runs whatever there is
+            graph.machine.fire("replay")
         for binding in dict.fromkeys(self.bindings):
             for place in bits(graph.writes[binding.domain]):
                 self.ledger.move(binding.domain, self.ledger.names[place])
@@ -528,19 +571,26 @@ class Orchestrator:
 
     def _activate(self, binding: Binding, path: Path, steps: Script) -> None:
         """Step 3: the metadata takes the values of `binding`."""
+        carried = self._remember()[1]
         if self.guard:
             self.switch.active = binding
             return
-        if path is Path.RESTORE:
-            self.switch.to_target()
+        if path is RESTORE:
+            self.switch.to_target(steps)
             self._give_back(steps)
         else:
             self._mutated = 0
-            self.switch.to_draft(path)
-        for each in self.bindings:
-            for _, place, _ in steps.clears if self.ledger.bound[each.domain] & steps.cleared else ():
-                each.values[place] = None
-            self.ledger.unbind(each.domain, steps.cleared)
+            self.switch.to_draft(path, steps, carried)
+        bound, stale = self.ledger.bound, self.ledger.stale
+        if steps.cleared & (bound[0] | bound[1] | stale[0] | stale[1]):
+            self._forget(steps.clears, steps.cleared)
+
+    def _forget(self, clears: Iterable[tuple[str, int, Any]], cleared: int) -> None:
+        """Plans and caches were dropped: no domain has one."""
+        for binding in self.bindings:
+            for _, place, _ in clears:
+                binding.values[place] = None
+            self.ledger.unbind(binding.domain, cleared)
 
     def _give_back(self, steps: Script) -> None:
         """The shared buffers hold the target's contents again, so the draft's are gone."""
@@ -548,13 +598,11 @@ class Orchestrator:
             self.ledger.move(DRAFT, self.ledger.names[place])
             self._note_versions(self.switch.target, 1 << place)
 
-    def _refresh(self, binding: Binding, steps: Script, made: int) -> int:
-        """Step 4: whatever is stale and not made by the graph that follows: producers first, all tables in one launch."""
+    def _refresh(self, binding: Binding, stale: int) -> int:
+        """Step 4: producers before consumers, all tables in one launch; the mask of what was written."""
         domain, ledger = binding.domain, self.ledger
-        stale = ledger.stale[domain] & steps.refreshable & ~made
-        if not stale:
-            return 0
-        self._attempted = stale
+        self._remember()
+        self._attempted |= stale
         written, declined = binding.refresh(stale, ledger)
         self.declined[domain] |= declined
         ledger.unbind(domain, written & self._lazy)
@@ -563,25 +611,25 @@ class Orchestrator:
             self.switch.carry(binding, written & self._made)
         return written
 
-    def _verify(self, move: Move, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
+    def _verify(self, row: _Row, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
         """Step 5: every requirement of the row."""
         missing = steps.missing if entered else 0
-        if Requirement.TARGET_INTACT in move.requires:
+        if row.intact:
             if self._mutated:
-                raise mutation(self, move, next(bits(self._mutated)))
+                raise mutation(self, row.move, next(bits(self._mutated)))
             stale = 0
         else:
             domain = binding.domain
-            stale = self.ledger.stale[domain] & steps.required if move.requires else 0
+            stale = self.ledger.stale[domain] & steps.required
             if graph is not None:
                 stale &= graph.needs(domain)
-                self._verify_target_of(graph, move)
+                self._verify_target_of(graph, row.move)
             if self.guard:
                 stale &= ~self._kept
                 if binding is not self.switch.target:
                     missing |= self.ledger.bound[TARGET] & self._lazy & ~self.ledger.bound[DRAFT]
         if stale or missing:
-            raise staleness(self, move, binding, stale, missing)
+            raise staleness(self, row.move, binding, stale, missing)
 
     def _verify_target_of(self, graph: Graph, move: Move) -> None:
         """A graph that holds the target's forward too reads both caches."""
@@ -599,7 +647,11 @@ class Orchestrator:
     def _note_overwrite(self, binding: Binding, place: int) -> None:
         """One address that serves both caches: what is written for one is lost for the other, unless it was saved."""
         other = self.bindings[binding.domain.other]
-        if place not in self.switch.shared and other is not binding and _one_buffer(binding.values[place], other.values[place]):
+        if (
+            place not in self.switch.shared
+            and other is not binding
+            and _one_buffer(binding.values[place], other.values[place])
+        ):
             self.ledger.move(other.domain, self.ledger.names[place])
             if other is self.switch.target and self.switch.active is not other:
                 self._mutated |= 1 << place
@@ -614,33 +666,38 @@ class Orchestrator:
     # Undo.
 
     def _remember(self) -> _Before:
-        self.switch.begin()
-        self._attempted = 0
-        target, draft = self.bindings
-        return _Before(
-            self.ledger.save(),
-            self.switch.remember(),
-            (target.view, draft.view),
-            (target.values[:], draft.values[:]),
-            self.declined[:],
-        )
+        """What is there before anything changes. Whoever changes something asks first; only the first looks."""
+        before = self._before
+        if before is None:
+            target, draft = self.bindings
+            self._attempted = 0
+            before = self._before = (
+                self.ledger.save(),
+                self.switch.remember(),
+                (target.view, draft.view),
+                (target.values[:], draft.values[:]),
+                self.declined[:],
+            )
+        return before
 
-    def _undo(self, arc: Arc, binding: Binding, before: _Before, error: BaseException) -> None:
+    def _undo(self, row: _Row, binding: Binding, error: BaseException) -> None:
         """Put everything back in reverse; if that fails, FAULTED."""
-        source = next(state for (state, event), each in self.machine.arcs.items() if each is arc)
-        self.machine.state = source
+        self.machine.state = row.source
+        if self._before is None:
+            return
         try:
-            self._put_back(before)
+            self._put_back(self._before)
         except BaseException as worse:
-            self._fault(arc.move.event, error, worse)
+            self._fault(row.event, error, worse)
         self._distrust(binding)
 
     def _put_back(self, before: _Before) -> None:
-        for binding, view, values in zip(self.bindings, before.views, before.values, strict=True):
-            binding.view, binding.values[:] = view, values
-        self.ledger.load(before.ledger)
-        self.declined[:] = before.declined
-        written = self.switch.put_back(before.carried)
+        ledger, carried, views, values, declined = before
+        for binding, view, own in zip(self.bindings, views, values, strict=True):
+            binding.view, binding.values[:] = view, own
+        self.ledger.load(ledger)
+        self.declined[:] = declined
+        written = self.switch.put_back(carried)
         self._note_versions(self.switch.active, written)
 
     def _distrust(self, binding: Binding) -> None:
@@ -663,6 +720,23 @@ class Orchestrator:
         if all(isinstance(each, Exception) for each in errors):
             raise RestoreFailed(event, [each for each in errors if isinstance(each, Exception)]) from None
         error.add_note(f"undoing {event} failed too: {worse!r}; the machine is FAULTED")
+
+
+def _row(source: Any, arc: Arc) -> _Row:
+    move = arc.move
+    to: Any = move.to
+    return _Row(
+        source,
+        move,
+        move.event,
+        to,
+        arc.before,
+        arc.after,
+        PATHS.get(move.event),
+        refreshes=bool(move.refreshes),
+        activates=move.activates is not None,
+        intact=Requirement.TARGET_INTACT in move.requires,
+    )
 
 
 MANAGER_NEEDS = ("geometry", "generation", "blocks_version", "host_block_offsets", "pool_pointers", "arrange")

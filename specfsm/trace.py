@@ -24,7 +24,7 @@ class Transition:
     """One committed transition.
 
     Args:
-        event, state: what was fired and where it led.
+        event, state: what was fired and where it led, by name.
         start_ns, end_ns: `time.perf_counter_ns` around the whole protocol.
         domain: whose resources it looked at; None where it refreshes none.
         refreshed: mask of the resources that were stale and were refreshed.
@@ -57,6 +57,9 @@ class Trace:
     Args:
         capacity: how many are kept.
         names: the backend's resource names by place; the orchestrator fills them in.
+
+    Attributes:
+        append: takes (event, state, start, end, (domain, refreshed, proven)), see `Transition`.
     """
 
     def __init__(self, capacity: int | None = 4096, names: Sequence[str] = ()) -> None:
@@ -65,7 +68,7 @@ class Trace:
         self.append = self.ring.append
 
     def __iter__(self) -> Iterator[Transition]:
-        return (Transition(*row) for row in self.ring)
+        return (Transition(event, to.value, start, end, *work) for event, to, start, end, work in self.ring)
 
     def __len__(self) -> int:
         return len(self.ring)

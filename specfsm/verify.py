@@ -6,7 +6,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from specfsm.backends.resource import Buffer
-from specfsm.domain import Domain
 from specfsm.errors import GraphContractBroken, RefreshDeclined, StaleResource, TargetMutated
 from specfsm.states.phase import Phase
 from specfsm.states.resource import bits
@@ -114,4 +113,4 @@ def _shown(fsm: Orchestrator, binding: Binding) -> tuple[str, ...]:
     """The attributes that show the values of `binding` now. A replay rebinds too little to tell."""
     if binding is not fsm.switch.active or fsm.state is Phase.DRAFT_REPLAY:
         return ()
-    return fsm.switch.attributes if binding.domain is Domain.DRAFT else fsm.carried
+    return fsm.carried

@@ -19,7 +19,13 @@ from tests.toys import BACKENDS, BATCH, World, snapshot, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
-EVENTS = {"target_prepare": TARGET, "draft_forward": DRAFT, "draft_step": DRAFT, "draft_replay": DRAFT, "restore": TARGET}
+EVENTS = {
+    "target_prepare": TARGET,
+    "draft_forward": DRAFT,
+    "draft_step": DRAFT,
+    "draft_replay": DRAFT,
+    "restore": TARGET,
+}
 """The event → the domain in which it acts."""
 
 FOLLOWS_INPUTS = {Action.REFRESH, Action.DERIVE, Action.INVALIDATE, Action.DROP}
@@ -41,7 +47,7 @@ def kinds_of_miss(resource: Resource, event: str) -> str:
 
 
 NOTHING_TO_LEAVE_OUT = {("Table", "restore"), ("Staged", "restore"), ("Alias", "draft_replay")}
-"""(kind, event): a table keeps its own buffer, which a restore gives back whatever is left out; a replay derives no view."""
+"""(kind, event): a table keeps its own buffer, which a restore gives back in any case; a replay derives no view."""
 
 
 def test_what_cannot_be_left_out() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from specfsm.backends.resource import Alias, Pointer, Table
 from specfsm.domain import Batch, Domain, UnifiedCache
 from specfsm.errors import (
     IllegalTransition,
+    NestedEvent,
     NestedPhase,
     RefreshDeclined,
     RestoreFailed,
@@ -248,9 +250,14 @@ def test_window_restores_on_an_exception_and_raises_it(error: type[BaseException
     """The engine sees its own error, and the target is intact."""
     at = reach(Phase.TARGET_PREPARE)
     was = vars(at.metadata).copy()
-    with pytest.raises(error), at.fsm.draft_forward():
-        at.fsm.draft_step()
-        raise error
+
+    def crash() -> None:
+        with at.fsm.draft_forward():
+            at.fsm.draft_step()
+            raise error
+
+    with pytest.raises(error):
+        crash()
     assert at.fsm.state is Phase.RESTORE
     assert all(at.metadata.__dict__[name] is value for name, value in was.items() if name not in ("layouts", "_fuse"))
 
@@ -320,6 +327,31 @@ def test_raising_observer_undoes_the_transition() -> None:
         at.fsm.draft_forward(at.fsm.batch(DRAFT))
     assert set(was.differences(snapshot(at.fsm))) <= {f"{name} [draft] has other contents" for name in SHARED}
     assert len(at.fsm.trace) == traced, "a transition that was undone is not traced"
+
+
+@pytest.mark.parametrize("action", ["call before_draft_forward", "call after_draft_forward", "refresh counters", "admit"])
+def test_event_inside_an_event_is_refused(action: str) -> None:
+    """One fired by an observer, a refresh or a contract could not be undone with the first; neither happens."""
+    at = reach(Phase.TARGET_PREPARE, observe=True)
+    at.fsm.explain()
+    was = snapshot(at.fsm)
+    around = at.fuse.around
+
+    @contextmanager
+    def firing(passed: str) -> Iterator[None]:
+        with around(passed):
+            if passed.startswith(action):
+                at.fsm.finish()
+            yield
+
+    at.fuse.around = firing  # type: ignore[method-assign]  # whatever passes here fires an event
+    with pytest.raises(NestedEvent, match="another event is under way"):
+        at.fsm.draft_forward()
+    at.fuse.around = around  # type: ignore[method-assign]
+    assert snapshot(at.fsm).facts["state"] is Phase.TARGET_PREPARE
+    lines = [line for line in was.differences(snapshot(at.fsm)) if not line.endswith("has other contents")]
+    assert lines == []
+    at.fsm.draft_forward()
 
 
 @define

@@ -194,38 +194,38 @@ class Engine:
         self.resources = [each for each in backend.resources if not each.lazy and each.attribute]
 
     def refresh(self, domain: Domain, batch: Any = BATCH, forgotten: str = "") -> None:
-        """Write everything for a phase, and report all but one."""
+        """Announce a phase, drop what is made lazily, write everything, and report all but one."""
         self.fsm.announce(batch, domain)
+        self.fsm.invalidate("plan")
+        self.fsm.invalidate("layouts")
         for resource in self.resources:
             if resource.name != forgotten:
                 value = self.fsm.value(resource.name, domain)
                 self.fsm.publish(resource.name, object() if value is None else value, domain)
 
     def prepare(self, batch: Any = BATCH, forgotten: str = "") -> None:
-        self.fsm.invalidate("plan")
-        self.fsm.invalidate("layouts")
         self.refresh(TARGET, batch, forgotten)
         self.fsm.target_prepare(batch)
 
     def draft(self, batch: Any = BATCH, forgotten: str = "") -> None:
-        self.fsm.invalidate("plan")
-        self.fsm.invalidate("layouts")
         self.refresh(DRAFT, batch, forgotten)
         self.fsm.draft_forward(batch)
 
 
 def test_guard_lets_an_engine_that_reports_pass() -> None:
-    """And touches nothing: not the metadata, not a buffer."""
+    """And exchanges nothing: what the metadata carries is the engine's business."""
     engine = Engine()
     engine.prepare()
-    carried = {name: value for name, value in vars(engine.metadata).items() if name != "layouts"}
+    tables = {name: value for name, value in vars(engine.metadata).items() if isinstance(value, torch.Tensor)}
     engine.draft()
     engine.refresh(DRAFT, BATCH.next_step())
-    engine.fsm.invalidate("plan")
-    engine.fsm.draft_step()
-    engine.fsm.invalidate("counters") if False else None
-    assert all(vars(engine.metadata)[name] is value for name, value in carried.items())
+    engine.fsm.draft_step(engine.fsm.batch())
     assert (engine.fsm.state, engine.fsm.domain) == (Phase.DRAFT_FORWARD, DRAFT)
+    assert all(vars(engine.metadata)[name] is value for name, value in tables.items())
+    for shared in ("counters", "scratch"):
+        engine.fsm.publish(shared, engine.fsm.value(shared, TARGET), TARGET)  # the engine copied them back
+    engine.fsm.restore()
+    engine.prepare()
 
 
 @pytest.mark.parametrize("forgotten", ["manager_ref", "rows", "live_rows", "block_table", "first_slots", "scratch"])
@@ -239,8 +239,8 @@ def test_guard_refuses_a_forgotten_write(forgotten: str, domain: Domain) -> None
     with pytest.raises(StaleResource) as caught:
         phase(forgotten=forgotten)
     assert (caught.value.resource, caught.value.domain) == (forgotten, domain)
-    engine.fsm.publish(forgotten, engine.fsm.value(forgotten, domain) if forgotten != "manager_ref" else object(), domain)
-    phase(forgotten=forgotten) if domain is DRAFT else engine.fsm.target_prepare(BATCH)
+    phase()
+    assert engine.fsm.domain is domain
 
 
 def test_guard_refuses_a_write_from_before_the_blocks_moved() -> None:
@@ -257,8 +257,8 @@ def test_guard_refuses_a_plan_that_crosses_the_switch() -> None:
     """A plan that the target made, and the draft neither replaced nor dropped."""
     engine = Engine()
     engine.prepare()
-    engine.fsm.publish("plan", object())
     engine.refresh(DRAFT)
+    engine.fsm.publish("plan", object(), TARGET)
     with pytest.raises(StaleResource) as caught:
         engine.fsm.draft_forward(BATCH)
     assert (caught.value.resource, caught.value.misbound) == ("plan", True)
@@ -270,20 +270,26 @@ def test_one_buffer_for_both_caches_mutates_the_target() -> None:
     """What the draft wrote there, the target would read: restore refuses until the target's is written again."""
     engine = Engine(draft_first_slots="first_slots")
     engine.prepare()
-    engine.fsm.draft_forward(BATCH) if False else None
-    engine.refresh(DRAFT, forgotten="first_slots")
-    with pytest.raises(StaleResource, match="first_slots"):
-        engine.fsm.draft_forward(BATCH)
-    engine.fsm.publish("first_slots", engine.fsm.value("first_slots", DRAFT), DRAFT)
-    with pytest.raises(StaleResource, match="first_slots"):
-        engine.fsm.target_prepare(BATCH)
-    engine.fsm.draft_forward(BATCH)
+    engine.draft()
     engine.fsm.publish("first_slots", engine.fsm.value("first_slots"))
+    for shared in ("counters", "scratch"):
+        engine.fsm.publish(shared, engine.fsm.value(shared, TARGET), TARGET)
+    was = snapshot(engine.fsm)
     with pytest.raises(TargetMutated) as caught:
         engine.fsm.restore()
-    assert caught.value.resource == "counters" if False else caught.value.resource == "first_slots"
+    assert (caught.value.resource, caught.value.how) == ("first_slots", "written")
+    assert was.differences(snapshot(engine.fsm)) == []
     engine.fsm.publish("first_slots", engine.fsm.value("first_slots", TARGET), TARGET)
     engine.fsm.restore()
+
+
+def test_one_buffer_written_for_the_draft_before_its_phase_is_stale_for_the_target() -> None:
+    engine = Engine(draft_first_slots="first_slots")
+    engine.prepare()
+    engine.refresh(DRAFT)
+    with pytest.raises(StaleResource) as caught:
+        engine.fsm.target_prepare(BATCH)
+    assert caught.value.resource in ("first_slots", "counters")
 
 
 def test_guarded_restore_without_entry_is_refused_like_any_other() -> None:

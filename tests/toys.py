@@ -247,7 +247,7 @@ class Injected(Exception):
     """What a blown fuse raises."""
 
 
-@define
+@define(slots=False)
 class Fuse:
     """Passed by every action.
 
@@ -266,7 +266,9 @@ class Fuse:
     passed: list[str] = field(factory=list)
     blown: list[BaseException] = field(factory=list)
 
-    def arm(self, at: int | str | None, error: type[BaseException] = Injected, *, late: bool = False, stuck: bool = False) -> None:
+    def arm(
+        self, at: int | str | None, error: type[BaseException] = Injected, *, late: bool = False, stuck: bool = False
+    ) -> None:
         self.at, self.error, self.late, self.stuck = at, error, late, stuck
         self.passed, self.blown, self.armed = [], [], True
 

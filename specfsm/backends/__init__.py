@@ -13,6 +13,8 @@ __all__ = ["BACKENDS", "named"]
 BACKENDS = {
     "trtllm": "Trtllm",
     "flash_mla": "FlashMLA",
+    "dsa": "DSA",
+    "deepseek_v4": "DeepSeekV4",
 }
 """Name of a backend, which is its module's too → its class."""
 

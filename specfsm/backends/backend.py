@@ -43,6 +43,8 @@ class Sizes:
             "R": rows,
             "Q": planes,
             "B": blocks,
+            "L": manager.geometry.num_layers,
+            "Y": manager.geometry.sliding_types,
         }
 
 
@@ -54,6 +56,7 @@ class Backend:
         resources: producers before consumers.
         inputs: inputs of its own, beside `specfsm.domain.INPUTS`: name → what moves it.
         unified: a reason to keep the draft in the target's cache whatever the engine passes, if there is one.
+        managers: for each domain that asks more of its manager than `KVManager`, the protocol that does.
 
     Raises:
         IncompleteBackend: with every offender, when the declaration leaves something open.
@@ -65,11 +68,13 @@ class Backend:
         resources: tuple[Resource, ...],
         inputs: Mapping[str, str] | None = None,
         unified: UnifiedCache | None = None,
+        managers: Mapping[Domain, type] | None = None,
     ) -> None:
         self.name = name
         self.resources = tuple(resources)
         self.inputs = {**INPUTS, **(inputs or {})}
         self.unified = unified
+        self.managers = dict(managers or {})
         offenders = [offence for check in CHECKS for offence in check(self)]
         if offenders:
             raise IncompleteBackend(name, tuple(offenders))
@@ -84,6 +89,17 @@ class Backend:
             return self.by_name[name]
         except KeyError:
             raise KeyError(f"{self.name} has no resource {name!r}; it has {', '.join(self.by_name)}") from None
+
+    def require_manager(self, domain: Domain, manager: KVManager) -> None:
+        """Refuse a manager that lacks what this domain's resources are derived from."""
+        protocol = self.managers.get(domain, KVManager)
+        if not isinstance(manager, protocol):
+            lacking = ", ".join(name for name in dir(protocol) if name[0] != "_" and not hasattr(manager, name))
+            raise UnknownMetadata(
+                f"the {domain} manager {type(manager).__qualname__} cannot serve {self.name}",
+                (f"it lacks {lacking}",),
+                f"give it what specfsm.{protocol.__name__} names, or declare a backend that does not need it",
+            )
 
     def ledger(self) -> Ledger:
         """A ledger of these resources, nothing bound."""

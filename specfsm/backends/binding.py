@@ -51,11 +51,13 @@ class Binding:
     ) -> None:
         self.backend = backend
         self.domain = domain
-        self.view = DomainView(domain, manager, manager.geometry, None, axes)
+        self.places = {resource.name: place for place, resource in enumerate(backend.resources)}
+        self.view = DomainView(domain, manager, manager.geometry, None, axes, self._value)
         self.present = [domain in resource.domains for resource in backend.resources]
         self.values: list[Any] = [None] * len(backend.resources)
         self.rings: dict[int, StagingRing] = {}
         self.hosts: dict[int, torch.Tensor] = {}
+        backend.require_manager(domain, manager)
         offenders = self._bind_buffers(metadata, device, event)
         if offenders:
             raise UnknownMetadata(
@@ -74,6 +76,9 @@ class Binding:
     @property
     def batch(self) -> Batch | None:
         return self.view.batch
+
+    def _value(self, name: str) -> Any:
+        return self.values[self.places[name]]
 
     def see(self, batch: Batch | None) -> None:
         """Take `batch` as the one that refreshes derive from."""

@@ -37,13 +37,15 @@ __all__ = [
 ]
 
 Axis = str | int
-"""One axis of a symbolic shape: a number, or a letter: S sequences, T tokens, C = 1 + draft length, B blocks a
-sequence and P pools (of the domain's own manager), R rows of its table, Q planes."""
+"""One axis of a symbolic shape: a number, or a letter: S sequences, T tokens, C = 1 + draft length, and of the
+domain's own manager B blocks a sequence, P pools, R rows of its table, Q planes, L layers, Y sliding types."""
 
 
 @unique
 class Path(Enum):
-    """The ways in which a resource meets a transition."""
+    """The ways in which a resource meets a transition. Hashed by identity in C, as states are."""
+
+    __hash__ = object.__hash__
 
     PREPARE = "in its own phase"  # target_prepare, draft_step: the domain is active already
     EAGER = "eager draft"
@@ -68,15 +70,24 @@ class Action(Enum):
 R, F, D = Action.REBIND, Action.REFRESH, Action.DERIVE
 
 
+def _nothing_bound(name: str) -> Any:
+    raise KeyError(f"{name}: this view is of no bound backend")
+
+
 @frozen
 class DomainView:
-    """One cache domain, as a refresh sees it."""
+    """One cache domain, as a refresh sees it.
+
+    Args:
+        value: name of a resource → what it is in this domain: a refresh may use those that the resource reads.
+    """
 
     domain: Domain
     manager: KVManager
     geometry: Geometry
     batch: Batch | None
     axes: Mapping[str, int]
+    value: Callable[[str], Any] = field(default=_nothing_bound, eq=False, repr=False)
 
     def rows(self) -> list[int]:
         """The manager's row of each request, in batch order."""
@@ -155,6 +166,8 @@ class Buffer(Resource):
         sentinel: what padded rows and trailing columns hold.
         recipe: how the refresh kernel derives it, as data.
         refresh: or a function ``(view, buffer) → buffer`` that writes it; None returned means it declined.
+        on_device: whether the refresh runs on the device, from what is on the device, so that a graph can record it.
+            A recipe does; a function that does says so.
     """
 
     dtype: str = field(kw_only=True)
@@ -163,6 +176,11 @@ class Buffer(Resource):
     sentinel: int = field(default=0, kw_only=True)
     recipe: Recipe | None = field(default=None, kw_only=True)
     refresh: Callable[[DomainView, torch.Tensor], Any] | None = field(default=None, kw_only=True)
+    on_device: bool = field(kw_only=True)
+
+    @on_device.default
+    def _recipe_is_on_device(self) -> bool:
+        return self.recipe is not None
 
 
 @frozen

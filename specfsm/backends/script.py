@@ -8,7 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from specfsm.backends.binding import Binding
-from specfsm.backends.resource import Action, Alias, Path, Pointer
+from specfsm.backends.resource import Action, Alias, Buffer, Path, Pointer
 
 __all__ = ["Script", "script"]
 
@@ -26,7 +26,7 @@ class Script:
         clears: (attribute, place, maker of the empty value) of everything that is dropped.
         shared: places of the buffers whose contents are saved on entry and copied back on restore.
         refreshable: mask of what is refreshed when stale.
-        recorded: mask of the recipes that are recorded, so that the graph refreshes them itself.
+        recorded: mask of the tables whose refresh is recorded, so that the graph refreshes them itself.
         required: mask of what must be fresh: whatever has an action on this path.
         cleared: mask of `clears`.
         baked: mask of what a recording takes as a Python value, which must be fresh before it.
@@ -65,7 +65,7 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
         remade = Action.RECORDED in actions and resource.lazy
         if (actions & REFRESHES or remade) and not dropped:
             refreshable |= bit
-        if Action.RECORDED in actions and place in binding.tasks:
+        if Action.RECORDED in actions and isinstance(resource, Buffer) and resource.on_device:
             recorded |= bit
         if Action.REFUSED in actions:
             refused |= bit

@@ -1,14 +1,13 @@
 """Paged attention in plain torch, reading the very tables that the state machine keeps fresh.
 
-transformers' models call it through their attention interface, so no model code is copied. A batch is *packed*: the
-tokens of all requests follow each other in one sequence. What a forward needs beside the metadata is made once, when
-it begins, in a `Pass`; it lives no longer than the forward and is derived from what the metadata carries then, so a
-table that is stale is *read* stale.
+transformers' models call it through their attention interface, so no model code is copied. What a forward needs beside
+the metadata is made once, when it begins, in a `Pass`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,27 +15,20 @@ from attrs import frozen
 from torch.nn import functional
 
 from specfsm.backends.backend import Backend, register
+from specfsm.backends.deepseek_v4 import DeepSeekV4
+from specfsm.backends.dsa import DSA
 from specfsm.backends.flash_mla import FlashMLA
 from specfsm.backends.trtllm import Trtllm
+from specfsm.decode.cache import PagedKVCache
+from specfsm.decode.dsa import DSAMetadata, DSAPass, IndexedKVCache
+from specfsm.decode.passes import AttentionMetadata, Pass
+from specfsm.decode.sliding import RATIO, SlidingKVCache, SlidingMetadata, SlidingPass
 from specfsm.decode.splits import Splits, plan_splits
-from specfsm.domain import Batch
 
 __all__ = ["ATTENTION", "FLAVOURS", "Flavour", "Pass", "install"]
 
 ATTENTION = "specfsm_paged"
 """Name of the attention, and of its mask, in transformers' interfaces."""
-
-Publish = Callable[[str, Any], None]
-
-
-class AttentionMetadata:
-    """What the attention of one backend reads. Every attribute is put there by the backend's declaration."""
-
-    kv_cache_manager: Any
-    kv_lens_cuda_runtime: torch.Tensor
-    _seq_lens_cuda_runtime: torch.Tensor
-    num_contexts: int
-    tokens_per_block: int
 
 
 class TrtllmMetadata(AttentionMetadata):
@@ -52,84 +44,6 @@ class FlashMLAMetadata(AttentionMetadata):
     block_ids_per_seq: torch.Tensor
     flash_mla_tile_scheduler_metadata: Any  # None until the first layer makes the schedule
     flash_mla_num_splits: Any
-
-
-class Pass:
-    """One forward over a packed batch of T tokens of n requests. Nothing in it makes the host wait for the device.
-
-    Args:
-        metadata: as the last transition left it.
-        batch: its sizes; what a token reads comes from the metadata alone.
-        publish: reports a lazily made plan to the machine.
-        limit: longest KV length to provide for; by default the batch's. A captured pass states what it is captured for.
-
-    Attributes:
-        rows: [T], the request of each token.
-        positions: [T], each token's position in its request.
-        place: [T], each token's query place: Q places a request, its last token rightmost.
-        queries: [n, Q], the token at each query place; -1 where there is none.
-    """
-
-    def __init__(self, metadata: Any, batch: Batch, publish: Publish, limit: int | None = None) -> None:
-        self.metadata = metadata
-        self.batch = batch
-        self.publish = publish
-        self.page = int(metadata.tokens_per_block)
-        self.blocks = -(-(limit or max(batch.kv_lens)) // self.page)
-        self.lens: torch.Tensor = metadata.kv_lens_cuda_runtime.long()
-        new: torch.Tensor = metadata._seq_lens_cuda_runtime.long()
-        arange = torch.arange(batch.num_tokens, device=new.device)
-        self.rows = torch.repeat_interleave(arange[: len(batch)], new, output_size=batch.num_tokens)
-        back = new.cumsum(0)[self.rows] - arange  # 1 for a request's last token
-        self.positions: torch.Tensor = self.lens[self.rows] - back
-        self.place = max(batch.tokens) - back
-        self.queries = arange.new_full((len(batch), max(batch.tokens)), -1)
-        self.queries[self.rows, self.place] = arange
-
-    @property
-    def block(self) -> torch.Tensor:
-        """[T], which of its request's blocks each token lies in."""
-        return self.positions // self.page
-
-    @property
-    def offset(self) -> torch.Tensor:
-        """[T], each token's place in its block."""
-        return self.positions % self.page
-
-    def tokens_of(self, rows: slice) -> slice:
-        """Where the tokens of these requests stand in the packed batch."""
-        return slice(sum(self.batch.tokens[: rows.start]), sum(self.batch.tokens[: rows.stop]))
-
-    def spread(self, packed: torch.Tensor) -> torch.Tensor:
-        """[T, …] → [n, Q, …], by query place; padding reads token 0 and is masked."""
-        return packed[self.queries.clamp(min=0)]
-
-    def pack(self, spread: torch.Tensor, packed: torch.Tensor, rows: slice) -> None:
-        """Write these requests' [rows, Q, …] back to [T, …], padding left out."""
-        tokens = self.tokens_of(rows)
-        packed[tokens] = spread[self.rows[tokens] - rows.start, self.place[tokens]].to(packed.dtype)
-
-    def visible(self, keys: torch.Tensor, rows: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Which key positions each query may see.
-
-        Args:
-            keys: [m, K], positions of the keys of each gathered row.
-            rows: [m], the request of each gathered row.
-            queries: [m, Q], tokens, -1 for padding.
-
-        Returns:
-            bool [m, Q, K]: causal, and within the request's length.
-        """
-        at = torch.where(queries >= 0, self.positions[queries.clamp(min=0)], 0)
-        inside = keys < self.lens[rows, None]
-        visible: torch.Tensor = (keys[:, None, :] <= at[:, :, None]) & inside[:, None, :]
-        return visible
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Write the tokens' keys and values, then attend: query [T, H, D], key and value [T, G, D] → [T, H, D]."""
-        raise NotImplementedError
 
 
 class TrtllmPass(Pass):
@@ -327,6 +241,7 @@ class Flavour:
         tokens_per_block: page size.
         planes: 2 where keys and values have pages of their own, 1 where one row holds both.
         page: (KV heads, KV head dim of the model) → (heads, width) of one token in a page.
+        caches: makers of the target's and of the draft's cache.
     """
 
     backend: Callable[[], Backend]
@@ -335,11 +250,27 @@ class Flavour:
     tokens_per_block: int
     planes: int
     page: Callable[[int, int], tuple[int, int]]
+    caches: tuple[Callable[..., PagedKVCache], Callable[..., PagedKVCache]] = (PagedKVCache, PagedKVCache)
+
+
+def token_page(heads: int, dim: int) -> tuple[int, int]:
+    """Keys and values as the model makes them."""
+    return heads, dim
 
 
 FLAVOURS = {
-    "trtllm": Flavour(Trtllm, TrtllmMetadata, TrtllmPass, 16, 2, lambda heads, dim: (heads, dim)),
+    "trtllm": Flavour(Trtllm, TrtllmMetadata, TrtllmPass, 16, 2, token_page),
     "flash_mla": Flavour(FlashMLA, FlashMLAMetadata, FlashMLAPass, 64, 1, latent_page),
+    "dsa": Flavour(DSA, DSAMetadata, DSAPass, 64, 2, token_page, (IndexedKVCache, IndexedKVCache)),
+    "deepseek_v4": Flavour(
+        partial(DeepSeekV4, compress_ratios=(RATIO,)),
+        SlidingMetadata,
+        SlidingPass,
+        128,
+        2,
+        token_page,
+        (partial(SlidingKVCache, compressed=True), SlidingKVCache),
+    ),
 }
 """Backend name → how the loop runs it."""
 

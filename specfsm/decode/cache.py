@@ -7,7 +7,7 @@ slots only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import define, field
@@ -44,9 +44,11 @@ class PagedKVCache:
         max_requests: rows of the table.
         host_blocks: pages of the secondary pool.
         device: where the primary pool lies.
+        extra: further pools, whose pages go wherever the page of keys and values goes: name → bytes of a layer's page.
 
     Attributes:
         pool: [slots, layers, planes, tokens a block, KV heads, head dim].
+        extra: name → uint8 [layers, slots, bytes].
         host_block_offsets: int32 [1, max_requests, planes, blocks], host; see `KVManager`.
     """
 
@@ -57,6 +59,7 @@ class PagedKVCache:
         max_requests: int,
         host_blocks: int = 0,
         device: torch.device | str = "cpu",
+        extra: Mapping[str, int] | None = None,
     ) -> None:
         self.geometry = geometry
         self.max_requests = max_requests
@@ -67,6 +70,13 @@ class PagedKVCache:
         dtype = getattr(torch, g.dtype)
         self.pool = torch.zeros((g.blocks_in_primary_pool, *page), dtype=dtype, device=device)
         self.host_pool = torch.zeros((host_blocks, *page), dtype=dtype)
+        self.extra, self._host_extra = (
+            {
+                name: torch.zeros((g.num_layers, blocks, size), dtype=torch.uint8, device=where)
+                for name, size in (extra or {}).items()
+            }
+            for blocks, where in ((g.blocks_in_primary_pool, device), (host_blocks, "cpu"))
+        )
         pinned = torch.device(device).type == "cuda"
         shape = (1, max_requests, g.kv_factor, g.max_blocks_per_seq)
         self.host_block_offsets = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
@@ -81,7 +91,7 @@ class PagedKVCache:
 
     @property
     def pool_pointers(self) -> Sequence[int]:
-        return (self.pool.data_ptr(),)
+        return (self.pool.data_ptr(), *(pool.data_ptr() for pool in self.extra.values()))
 
     @property
     def free_blocks(self) -> int:
@@ -157,6 +167,8 @@ class PagedKVCache:
             raise PoolExhausted(f"the host pool of {len(self.host_pool)} pages is full")
         slot, place = self._slot_of.pop(block), self._free_host.pop(0)
         self.host_pool[place].copy_(self.pool[slot])
+        for name, pool in self.extra.items():
+            self._host_extra[name][:, place].copy_(pool[:, slot])
         self._host_of[block] = place
         self._free_slots.append(slot)
         self._changed(request)
@@ -171,6 +183,8 @@ class PagedKVCache:
         for block in gone:
             place, slot = self._host_of.pop(block), self._free_slots.pop(0)
             self.pool[slot].copy_(self.host_pool[place])
+            for name, pool in self.extra.items():
+                pool[:, slot].copy_(self._host_extra[name][:, place])
             self._slot_of[block] = slot
             self._free_host.append(place)
         if gone:

@@ -64,8 +64,8 @@ class Settings:
 
     @property
     def window(self) -> int:
-        """Tokens that may be written past the last one the host knows of."""
-        return (self.draft_len + 1) * (2 if self.overlap else 1)
+        """Tokens that may be written past the last one the host knows of: a step verifies 1 + L, then drafts L more."""
+        return (self.draft_len + 1) * (2 if self.overlap else 1) + self.draft_len
 
     def padded(self, rows: int) -> int:
         """Rows that a batch of this many requests is run with."""
@@ -169,10 +169,11 @@ class DecodeLoop:
         self.sampler = sampler or Sampler()
         self.flavour = FLAVOURS[settings.backend]
         self.forward_pass = _forward_pass(settings, self.flavour)
-        self.cache = self._cache(target, settings.tokens_per_block, settings.blocks)
-        self.draft_cache = (
-            None if draft is None else self._cache(draft, settings.draft_tokens_per_block, settings.draft_blocks)
-        )
+        self.cache = self._cache(Domain.TARGET, target, settings.tokens_per_block, settings.blocks)
+        self.draft_cache: PagedKVCache | None = None
+        if draft is not None:
+            sizes = (settings.draft_tokens_per_block, settings.draft_blocks)
+            self.draft_cache = self._cache(Domain.DRAFT, draft, *sizes)
         self.metadata = self.flavour.metadata()
         self.fsm = self._machine(machine)
         self.waiting: list[Request] = []
@@ -183,8 +184,9 @@ class DecodeLoop:
         self.dummies = self._dummies()
         self.pending: _Pending | None = None
         self.leaving: list[Request] = []
+        self._unreported: list[Emission] = []
 
-    def _cache(self, model: Draft, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
+    def _cache(self, domain: Domain, model: Draft, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
         settings, flavour, config, layers = self.settings, self.flavour, model.config, model.layers
         page = tokens_per_block or flavour.tokens_per_block
         width = -(-self.limit // page)
@@ -202,7 +204,7 @@ class DecodeLoop:
             row_order=settings.row_order,
             dtype=settings.dtype,
         )
-        return PagedKVCache(
+        return flavour.caches[domain](
             geometry, max_requests=2 * settings.max_requests, host_blocks=settings.host_blocks, device=settings.device
         )
 
@@ -279,7 +281,7 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         """Take waiting requests in while both pools can hold every running one at its longest."""
-        while self.waiting and len(self.running) < self.settings.max_requests:
+        while self.waiting and len(self.running) + len(self.leaving) < self.settings.max_requests:
             request = self.waiting[0]
             if not all(self._fits(cache, request) for cache in self.caches):
                 return
@@ -290,7 +292,7 @@ class DecodeLoop:
     def _fits(self, cache: PagedKVCache, request: Request) -> bool:
         """Whether the pool holds this request and every running one at its longest."""
         beside = self.settings.window
-        longest = [each.prompt_len + each.max_new_tokens + beside for each in (*self.running, request)]
+        longest = [each.prompt_len + each.max_new_tokens + beside for each in (*self.running, *self.leaving, request)]
         return sum(map(cache.geometry.blocks, longest)) <= cache.geometry.blocks_in_primary_pool
 
     def _release(self, request: Request) -> None:
@@ -318,45 +320,67 @@ class DecodeLoop:
     def step(self) -> list[Emission]:
         """One target forward over every running request, then the draft's window.
 
-        With overlap, what is returned is what the step before wrote.
+        With overlap, what is returned is what the step before wrote. An engine that catches a refusal calls again: what
+        was not drafted is decoded without speculation, and what was written by then is in the next emissions.
         """
         self._admit()
-        emissions = [] if self._continues() else self._drain()
-        if not self.running:
-            if self.waiting and not emissions:
-                raise PoolExhausted("a waiting request fits neither beside the running ones nor alone")
-            return emissions
+        if not self._continues():
+            self._unreported += self._drain()
+            self._admit()  # into what those that left held
+        if self.running:
+            self._advance_all()
+        elif self.waiting and not self._unreported:
+            raise PoolExhausted("a waiting request fits neither beside the running ones nor alone")
+        emissions, self._unreported = self._unreported, []
+        return emissions
+
+    def _advance_all(self) -> None:
         if all(request.speculates(self.settings.draft_len) for request in self.running):
             before, self.pending = self.pending, self._speculate(self.running)
-            emissions += self._collect(before)
-            return emissions if self.settings.overlap else emissions + self._drain()
-        emissions += self._verify()
+            self._unreported += self._collect(before)
+            if not self.settings.overlap:
+                self._unreported += self._drain()
+            return
+        self._unreported += self._verify()
         if self.draft is not None and self.running:
             self._propose(self.running)
-        return emissions
 
     def _speculate(self, rows: list[Request]) -> _Pending:
         """A step of generations only, on the device: see `specfsm.decode.step`."""
         size, new = self.settings.padded(len(rows)), self.settings.draft_len + 1
         step = self.steps.setdefault(size, Step(self, size))
+        self._forget(step)
         step.load(rows)
         ahead = new if self.pending is not None else 0
         for request in rows:
             for cache in self.caches:
-                cache.reserve(request.id, min(len(request.tokens) + ahead + new, self.limit))
+                cache.reserve(request.id, min(len(request.tokens) + ahead + new + new - 1, self.limit))
         ids = [*(request.id for request in rows), *self.dummies[: size - len(rows)]]
         known = [*(len(request.tokens) + ahead for request in rows), *[1] * (size - len(rows))]
         target = Batch(ids, [min(length - 1 + new, self.limit) for length in known], [new] * size)
         draft = None
         if self.draft is not None:
             draft = Batch(ids, [min(length - self.draft.shift + new, self.limit) for length in known], [new] * size)
-        step.run(target, draft)
+        try:
+            step.run(target, draft)
+        except BaseException:
+            step.holds = ()
+            for request in rows:
+                request.drafted = []
+            raise
         self.forwards += 1
         return _Pending(list(rows), step)
 
+    def _forget(self, but: Step | None = None) -> None:
+        """The requests move on without these steps: what they hold on the device is of the past."""
+        for step in self.steps.values():
+            if step is not but:
+                step.holds = ()
+
     def _continues(self) -> bool:
         """Whether the step in flight, if any, may be followed by another one unseen."""
-        return self.pending is None or [each.id for each in self.pending.rows] == [each.id for each in self.running]
+        same = self.pending is None or [each.id for each in self.pending.rows] == [each.id for each in self.running]
+        return same and all(each.speculates(self.settings.draft_len) for each in self.running)
 
     def _drain(self) -> list[Emission]:
         """Wait for the step in flight and take what it wrote."""
@@ -372,7 +396,8 @@ class DecodeLoop:
             if request in self.running:
                 request.drafted = known[row][1:]
                 request.probs = None if pending.step.probs is None else pending.step.probs[row]
-                emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row]))
+                emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row][:-1]))
+                request.states = None
                 request.draft_rows = len(request.tokens) - (self.draft.shift if self.draft is not None else 0)
         if self.pending is None:
             for request in self.leaving:
@@ -381,6 +406,7 @@ class DecodeLoop:
         return emissions
 
     def _verify(self) -> list[Emission]:
+        self._forget()
         rows = sorted(self.running, key=lambda request: request.target_rows > 0)
         for request in rows:
             self.cache.reserve(request.id, len(request.tokens) + self.settings.window)
@@ -402,17 +428,19 @@ class DecodeLoop:
         probs = None if request.probs is None or not drafted else request.probs[None]
         counts, tokens = self.sampler.accept(self._tensor([drafted])[None], probs, logits[None], noise)
         accepted, own = int(counts), int(tokens)
-        request.states = states[: states.shape[0] - len(drafted) + accepted]
+        if self.draft is not None and self.draft.shift:
+            seen = states[: states.shape[0] - len(drafted) + accepted]
+            request.states = seen if request.states is None else torch.cat((request.states, seen))
         return self._take(request, accepted, own, drafted)
 
     def _take(self, request: Request, accepted: int, own: int, agreed: list[int]) -> Emission:
         """Append the accepted tokens and the target's own one, as far as the request goes."""
+        proposed = min(len(agreed), request.remaining)
         written = [*agreed[:accepted], own][: request.remaining]
         for place, token in enumerate(written):
             if token in self.stop:
                 written = written[: place + 1]
                 break
-        proposed = self.settings.draft_len if request.target_rows else 0
         request.target_rows = len(request.tokens) + accepted
         request.tokens += written
         finished = request.remaining == 0 or written[-1] in self.stop
@@ -439,7 +467,7 @@ class DecodeLoop:
         inputs = {request.id: request.tokens[request.draft_rows + shift :] for request in rows}
         batch = _batch(rows, {r.id: r.draft_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None
-        by_id = {request.id: request for request in rows}
+        drafted: dict[int, list[int]] = {request.id: [] for request in rows}
         steps = self.settings.draft_len
         noise = self.sampler.noise(len(rows), steps).to(tokens.device)
         drawn: list[dict[int, torch.Tensor]] = []
@@ -450,12 +478,13 @@ class DecodeLoop:
                 if probs is not None:
                     drawn.append(dict(zip(batch.request_ids, probs, strict=True)))
                 for row, token in zip(batch.request_ids, tokens.tolist(), strict=True):
-                    by_id[row].drafted.append(token)
+                    drafted[row].append(token)
                 if step + 1 < steps:
                     batch, order = self._advance(batch)
                     tokens, states = tokens[order], states[order]
         for request in rows:
             request.draft_rows = len(request.tokens) - shift
+            request.drafted, request.states = drafted[request.id], None
             request.probs = torch.stack([each[request.id] for each in drawn]) if drawn else None
 
     def _advance(self, batch: Batch) -> tuple[Batch, list[int]]:

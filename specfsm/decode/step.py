@@ -2,7 +2,8 @@
 
 The same body runs eagerly, is recorded, and is what a replay repeats: verify 1 + L tokens a request, let the draft
 catch up with all of them, step back to the accepted ones, and write L new tokens. The host's lengths are provisional
-(it does not know how many tokens were accepted); the body corrects them on the device and publishes what it wrote.
+(it does not know how many tokens were accepted); the body corrects them on the device and publishes what it wrote
+*before* the phase that reads them, so that whatever is derived from lengths is derived from the true ones.
 """
 
 from __future__ import annotations
@@ -106,12 +107,9 @@ class Step:
         self.loop.replays += 1
 
     def _eager(self, target: Batch, draft: Batch | None) -> None:
-        fsm = self.loop.fsm
-        fsm.target_prepare(target)
         self._verify(target)
         if draft is not None:
-            with fsm.draft_forward(draft):
-                self._propose(draft)
+            self._propose(draft)
         self._keep()
 
     def _record(self, target: Batch, draft: Batch | None) -> None:
@@ -124,11 +122,9 @@ class Step:
         try:
             with fsm.record(key, max_len=self.loop.limit) as graph, self.engine.capture():
                 if whole:
-                    fsm.target_prepare(target)
                     self._verify(target)
                 if draft is not None:
-                    with fsm.draft_forward(draft):
-                        self._propose(draft)
+                    self._propose(draft)
                 self._keep()
         finally:
             self.captured = False
@@ -158,8 +154,10 @@ class Step:
 
     def _verify(self, batch: Batch) -> None:
         """The target over all known and drafted tokens; the longest agreeing prefix is accepted."""
+        target, fsm = self.loop.target, self.loop.fsm
+        fsm.announce(batch, Domain.TARGET)
         self._correct(Domain.TARGET, self.length - 1 + self.tokens)
-        target = self.loop.target
+        fsm.target_prepare(batch)
         self.states.copy_(target(self.known.flatten(), None, self._pass(batch)))
         logits = target.logits(self.states).view(self.size, self.tokens, -1)
         accepted, own = self.loop.sampler.accept(
@@ -177,16 +175,18 @@ class Step:
         draft, fsm = self.loop.draft, self.loop.fsm
         assert draft is not None
         rows = self.length - draft.shift
-        self._correct(Domain.DRAFT, rows + self.tokens)
-        states = draft(self.choices.flatten(), self.states, self._pass(batch))[self.first + self.accepted]
-        tokens = self._choose(draft.logits(states), 1)
-        for step in range(2, self.tokens):
-            batch = evolve(batch, kv_lens=[length + 1 for length in batch.kv_lens], tokens=[1] * len(batch))
-            fsm.announce(batch)
-            self._correct(Domain.DRAFT, rows + self.accepted + step, tokens=1)
-            fsm.draft_step(batch)
-            states = draft(tokens, states, self._pass(batch))
-            tokens = self._choose(draft.logits(states), step)
+        fsm.announce(batch, Domain.DRAFT)
+        self._correct(Domain.DRAFT, rows + self.tokens, self.tokens)
+        with fsm.draft_forward(batch):
+            states = draft(self.choices.flatten(), self.states, self._pass(batch))[self.first + self.accepted]
+            tokens = self._choose(draft.logits(states), 1)
+            for step in range(2, self.tokens):
+                batch = evolve(batch, kv_lens=[length + 1 for length in batch.kv_lens], tokens=[1] * len(batch))
+                fsm.announce(batch)
+                self._correct(Domain.DRAFT, rows + self.accepted + step, 1)
+                fsm.draft_step(batch)
+                states = draft(tokens, states, self._pass(batch))
+                tokens = self._choose(draft.logits(states), step)
 
     def _choose(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """The `step`-th drafted token of each row."""
@@ -207,6 +207,7 @@ class Step:
         fsm = self.loop.fsm
         buffer = fsm.value("kv_lens_cuda", domain)
         buffer[: self.size] = lens
+        buffer[self.size :] = 0
         fsm.publish("kv_lens_cuda", buffer, domain)
         if tokens is not None:
             buffer = fsm.value("_seq_lens_cuda", domain)

@@ -66,7 +66,7 @@ class Operand:
         role: field of the recipe, or ``out``.
         name: resource name.
         dtype: element type.
-        axes: named axes; ``("S", 4)`` is an axis four times as long as S.
+        axes: named axes; ``("S", 4)`` is an axis four times as long as S, ``("S", 0)`` any multiple of it.
     """
 
     role: str
@@ -75,7 +75,7 @@ class Operand:
     axes: tuple[str | tuple[str, int], ...]
 
     def __str__(self) -> str:
-        axes = ", ".join(axis if isinstance(axis, str) else f"{axis[0]} x {axis[1]}" for axis in self.axes)
+        axes = ", ".join(axis if isinstance(axis, str) else f"{axis[0]} x {axis[1] or 'n'}" for axis in self.axes)
         return f"{self.role} {str(self.dtype).removeprefix('torch.')} [{axes}]"
 
 
@@ -315,13 +315,13 @@ class ExpandRows(Recipe):
 
     Args:
         table: a `GatherTable` of the same launch, without planes.
-        times: rows for each row of the source: tokens a request in the target's step.
+        times: rows for each row of the source: tokens a request in the target's step. None: as many as the output has.
 
     Source: ``block_table_expanded`` of TensorRT-LLM's DSA metadata.
     """
 
     table: str = _name()
-    times: int = field(validator=gt(0))
+    times: int | None = field(default=None, validator=optional(gt(0)))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -329,7 +329,11 @@ class ExpandRows(Recipe):
 
     def operands(self, out: str, recipes: Mapping[str, Recipe]) -> tuple[Operand, ...]:
         table = source_table(out, self.table, recipes)
-        return (*table.inputs(), Operand("out", out, torch.int32, (("S", self.times), "B")))
+        return (*table.inputs(), Operand("out", out, torch.int32, (("S", self.times or 0), "B")))
+
+    def repeats(self, out: Tensor, rows: Tensor) -> int:
+        """Rows of `out` for each of the source's `rows`."""
+        return self.times or out.shape[0] // max(1, rows.shape[0]) or 1
 
 
 def largest_slot(geometry: Geometry) -> int:
@@ -419,6 +423,7 @@ def _check_axes(out: str, operands: Sequence[Operand], tensors: Mapping[str, Ten
         for index, axis in enumerate(operand.axes):
             axis_name, times = (axis, 1) if isinstance(axis, str) else axis
             size = tensors[operand.name].shape[index]
+            times = times or max(1, size // max(1, sizes[axis_name][0]))  # an operand of that axis stands before
             expected, first = sizes.setdefault(axis_name, (size // times, operand))
             if size != expected * times:
                 raise ValueError(

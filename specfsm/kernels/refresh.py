@@ -396,13 +396,14 @@ def _gather_planes(bound: Bindings, name: str, recipe: GatherTable) -> list[Plan
 def _expand_planes(bound: Bindings, name: str, recipe: ExpandRows) -> list[Plane]:
     """The source's plane, with each row written `times` times."""
     source, out = source_table(name, recipe.table, bound.recipes), bound.tensors[name]
+    repeats = recipe.repeats(out, bound.tensors[source.rows])
     return [
         Plane(
             recipe=bound.bit(name),
             out=out.data_ptr(),
-            out_stride=out.stride(0) * recipe.times,
+            out_stride=out.stride(0) * repeats,
             width=out.shape[1],
-            repeats=recipe.times,
+            repeats=repeats,
             repeat_stride=out.stride(0),
             scale=bound.geometry.scale(source.unit),
             **bound.decoding(source, bound.tensors[recipe.table].shape[1]),

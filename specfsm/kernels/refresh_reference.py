@@ -54,7 +54,7 @@ def _expand_rows(name: str, recipes: Mapping[str, Recipe], tensors: Mapping[str,
     recipe, out = recipes[name], tensors[name]
     assert isinstance(recipe, ExpandRows)
     source = source_table(name, recipe.table, recipes)
-    row = torch.arange(out.shape[0], device=out.device)[:, None] // recipe.times
+    row = torch.arange(out.shape[0], device=out.device)[:, None] // recipe.repeats(out, tensors[source.rows])
     block = torch.arange(out.shape[1], device=out.device)
     slot = _slots(source, tensors, geometry, row, block, width=tensors[recipe.table].shape[-1])
     return torch.where(slot < 0, source.sentinel, slot * geometry.scale(source.unit))

@@ -147,14 +147,14 @@ class Ledger:
         self.stale[domain] |= mask
 
     def publish(self, domain: Domain, mask: int) -> None:
-        """These were refreshed, all from the inputs as they are now. Their other readers become stale."""
+        """These were refreshed, all from the inputs as they are now. Their other readers, if bound, become stale."""
         if not mask:
             return
         self._saved = None
         versions, stamps, first = self.versions[domain], self.stamps[domain], len(self.inputs)
         for place in bits(mask):
             versions[first + place] += 1
-            self.stale[domain] |= self.readers[first + place]
+            self.stale[domain] |= self.readers[first + place] & self.bound[domain]
         self.stale[domain] &= ~mask
         stamp = tuple(versions)
         for place in bits(mask):

@@ -1,4 +1,4 @@
-"""Tiny random Llamas, drafts of every kind, and a batch in which requests come, go, and lose their pages to the host."""
+"""Tiny random Llamas, drafts of every kind, and a batch in which requests come, go, and have their pages moved."""
 
 from __future__ import annotations
 
@@ -172,6 +172,9 @@ ARRIVALS = (
     Arrival(1, prompt(13, 5), 8, abort=2),  # goes before it runs
     Arrival(2, prompt(14, 1), 9),  # waits until a row is free
     Arrival(3, prompt(15, 6), 1),  # a single token: nothing to draft
+    Arrival(12, prompt(16, 4), 18),  # two that run on their own,
+    Arrival(12, prompt(17, 2), 18),
+    Arrival(15, prompt(18, 2), 1),  # are joined for one step, and run on as before
 )
 
 
@@ -204,8 +207,9 @@ def churn(loop: DecodeLoop, arrivals: Sequence[Arrival] = ARRIVALS, *, unchecked
     """Decode them. After each step pages move: two running requests exchange one, in every cache."""
     result = Churn([[] for _ in arrivals])
     ids: dict[int, int] = {}
+    free = [pages.free_blocks for pages in loop.caches]
     step = 0
-    while len(ids) < len(arrivals) or loop.running or loop.waiting:
+    while len(ids) < len(arrivals) or loop.running or loop.waiting or loop.pending:
         for number, arrival in enumerate(arrivals):
             if arrival.step == step:
                 ids[number] = loop.submit(arrival.prompt, arrival.new)
@@ -233,7 +237,7 @@ def churn(loop: DecodeLoop, arrivals: Sequence[Arrival] = ARRIVALS, *, unchecked
         result.moved += move_pages(loop)
         assert step < 100, "the loop does not come to an end"
     loop.fsm.finish()
-    assert all(pages.free_blocks == pages.geometry.blocks_in_primary_pool for pages in loop.caches)
+    assert [pages.free_blocks for pages in loop.caches] == free, "pages were lost"
     return result
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import define, field
-from torch.nn import functional
 
 from specfsm.decode.attention import FLAVOURS, latent_outputs, latent_queries, latent_rows
 from specfsm.decode.cache import PagedKVCache
@@ -199,7 +198,7 @@ def test_stale_plan_gives_other_results() -> None:
 
 
 def test_plan_is_made_once_and_published() -> None:
-    """The first layer that finds none makes it; the machine then knows it as fresh, and keeps it while nothing moves."""
+    """The first layer that finds none makes it; the machine then knows it, and keeps it while nothing moves."""
     made = world("flash_mla")
     made.step((1, 8), (2, 7))
     made.step((2, 1), (1, 1))

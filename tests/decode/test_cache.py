@@ -151,9 +151,7 @@ class Books(RuleBasedStateMachine):
         self.order = order
         rows = self.cache.arrange(order)
         table = self.cache.host_block_offsets[0]
-        slots = [
-            self.decode(table[row], self.owned[request]) for request, row in zip(order, rows, strict=True)
-        ]
+        slots = [self.decode(table[row], self.owned[request]) for request, row in zip(order, rows, strict=True)]
         taken = [slot for each in slots for slot in each]
         assert len(set(taken)) == len(taken), "a slot has two owners"
         unused = [row for row in range(REQUESTS) if row not in rows]

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -298,7 +297,6 @@ def test_help_names_every_exit_code(capsys: Capture) -> None:
 @pytest.mark.skipif(importlib.util.find_spec(weights.WHEEL_PACKAGE) is None, reason=f"needs {weights.WHEEL_PIN}")
 def test_the_demo(capsys: Capture) -> None:
     """The default target, a real prompt, both models' caches: the same tokens as the target alone."""
-    torch.set_num_threads(2)
     assert main(["decode", "Name three rivers.", "--verify", "--max-new-tokens", "6", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["verified"] is True

@@ -13,7 +13,9 @@ from specfsm.domain import Batch, Domain, RowOrder
 from specfsm.errors import IllegalTransition, StaleResource
 from specfsm.orchestrator import Orchestrator
 from tests.decode.conftest import (
+    DRAFT_PAGE,
     DRAFTS,
+    PAGE,
     Arrival,
     Churn,
     churn,
@@ -57,6 +59,27 @@ def test_any_draft_is_lossless(backend: str, kind: str) -> None:
     result = churn(DecodeLoop(target(), draft(kind), settings(backend, ORDERS[len(kind) % 2])))
     lossless(result)
     assert result.rate == 1.0 if kind == "self" else result.accepted < result.proposed
+
+
+MODES = {
+    "overlap": {"overlap": True},
+    "whole": {"graphs": "whole"},
+    "draft": {"graphs": "draft"},
+    "whole, overlap": {"graphs": "whole", "overlap": True},
+    "padded": {"graphs": "whole", "graph_sizes": (3,)},
+}
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "head"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphs_and_overlap_are_lossless(backend: str, mode: str, kind: str) -> None:
+    """The same batch, its steps recorded and replayed, padded, or prepared while another one runs."""
+    order = ORDERS[len(mode) % 2]
+    loop = DecodeLoop(target(), draft(kind), settings(backend, order, **MODES[mode]))
+    result = churn(loop)
+    lossless(result)
+    assert (loop.replays > 0) == ("graphs" in MODES[mode])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -174,8 +197,8 @@ def test_pages_that_move_unnoticed_are_read_where_they_were(backend: str, order:
     [
         ([], 4, "the prompt is empty"),
         ([1, 2], 0, "max_new_tokens must be at least 1, not 0"),
-        (prompt(1, 37), 4, "a prompt of 37 tokens and 4 new ones do not fit the target's cache, which holds 40 tokens"),
-        (prompt(1, 25), 4, "a prompt of 25 tokens and 4 new ones do not fit the draft's cache, which holds 28 tokens"),
+        (prompt(1, 50), 4, "a prompt of 50 tokens and 4 new ones do not fit the target's cache, which holds 4. tokens"),
+        (prompt(1, 29), 4, "a prompt of 29 tokens and 4 new ones do not fit the draft's cache, which holds 2. tokens"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused_at_once(tokens: list[int], new: int, says: str) -> None:
@@ -190,8 +213,11 @@ def test_what_cannot_be_decoded_is_refused_at_once(tokens: list[int], new: int, 
 def test_longest_request_that_is_taken_fits() -> None:
     """At the very limit of the smaller pool it decodes to its end."""
     loop = DecodeLoop(target(), draft("self"), settings(max_tokens=40, draft_blocks=4))
-    loop.submit(prompt(24, 23), 5)
-    assert loop.run() == {1: reference(prompt(24, 23), 5)}
+    longest = 4 * DRAFT_PAGE - loop.settings.window
+    with pytest.raises(ValueError, match=f"which holds {longest} tokens"):
+        loop.submit(prompt(24, longest - 4), 5)
+    request = loop.submit(prompt(24, longest - 5), 5)
+    assert loop.run() == {request: reference(prompt(24, longest - 5), 5)}
 
 
 def test_unknown_backend_is_refused() -> None:
@@ -206,10 +232,11 @@ def test_unknown_resource_is_refused() -> None:
         DecodeLoop(target(), None, settings(), drop=["nonesuch"])
 
 
-@pytest.mark.parametrize("tight", [{"blocks": 16}, {"draft_blocks": 8}])
-def test_admission_counts_both_pools(tight: dict[str, int]) -> None:
+@pytest.mark.parametrize(("pool", "page"), [("blocks", PAGE), ("draft_blocks", DRAFT_PAGE)])
+def test_admission_counts_both_pools(pool: str, page: int) -> None:
     """A request waits until each pool holds it at its longest, beside the running ones: none ever runs dry."""
-    loop = DecodeLoop(target(), draft("early-exit"), settings(**tight))
+    longest = 12 + 14 + settings().window
+    loop = DecodeLoop(target(), draft("early-exit"), settings(**{pool: 2 * -(-longest // page)}))
     for seed in range(3):
         loop.submit(prompt(seed, 12), 14)
     running = []
@@ -342,4 +369,4 @@ def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
                 output += emission.tokens
         except StaleResource:
             refused += 1
-    assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 4, 6)
+    assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 5, 6)

@@ -67,7 +67,7 @@ def test_packed_tokens_are_each_requests_own() -> None:
     batch = Batch(range(3), lens, lens, num_contexts=3)
     loop.fsm.target_prepare(batch)
     forward_pass = loop.flavour.forward_pass(loop.metadata, batch, loop.fsm.publish)
-    states = target()(torch.tensor(sum(prompts, [])), None, forward_pass)
+    states = target()(torch.tensor([token for each in prompts for token in each]), None, forward_pass)
     for each, own in zip(prompts, torch.split(states, lens), strict=True):
         expected = plain()(input_ids=torch.tensor([each]), output_hidden_states=True)
         torch.testing.assert_close(own, expected.hidden_states[-1][0], atol=1e-4, rtol=1e-4)

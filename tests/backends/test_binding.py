@@ -1,0 +1,95 @@
+"""One domain of a bound backend: the stages of a refresh, what declines, and buffers bound anew."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from specfsm.backends.backend import Backend
+from specfsm.backends.resource import Table
+from specfsm.domain import Domain, Unit
+from specfsm.kernels.recipes import GatherTable
+from specfsm.states.resource import bits
+from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, world
+
+TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stages_put_producers_before_consumers(backend: str) -> None:
+    """Before the launch, in it, after it: a partition in which nothing reads from a later stage."""
+    fsm = world(backend).fsm
+    binding = fsm.bindings[DRAFT]
+    stages = (binding.before, binding.launched, binding.after)
+    everything = (1 << len(fsm.backend.resources)) - 1
+    assert sum(stages) == everything
+    assert stages[0] | stages[1] | stages[2] == everything
+    stage_of = {fsm.ledger.names[place]: stage for stage, mask in enumerate(stages) for place in bits(mask)}
+    for resource in fsm.backend.resources:
+        for read in resource.reads:
+            assert stage_of.get(read, 0) <= stage_of[resource.name], f"{resource.name} reads {read}"
+    assert set(binding.tasks) == set(bits(binding.launched))
+
+
+def test_what_reads_the_launch_is_refreshed_after_it() -> None:
+    at = world()
+    at.fuse.arm(None)
+    at.prepare()
+    at.fuse.disarm()
+    order = at.fuse.passed
+    assert order.index("fill base") < order.index("launch") < order.index("refresh first_slots")
+
+
+def test_launch_is_told_what_is_stale() -> None:
+    """Two tables, one of them fresh: the mask has one bit."""
+    second = Table(
+        "second",
+        reads=("base", "rows", "adapter"),
+        dtype="int32",
+        shape=("S", "B"),
+        space=SLOTS,
+        recipe=GatherTable(base="base", rows="rows", unit=Unit.SLOT),
+    )
+    at = world(Backend("toy", (*RESOURCES, second), {"adapter": "the adapter"}))
+    at.prepare()
+    at.fsm.moved("adapter", TARGET)
+    at.prepare()
+    assert at.fsm.bindings[TARGET].launch.masks == [0b11, 0b10]  # type: ignore[union-attr]  # toys' launch
+
+
+def test_backend_without_recipes_launches_nothing() -> None:
+    plain = tuple(each for each in RESOURCES if each.name in ("manager_ref", "counters"))
+    at = world(Backend("plain", plain))
+    at.round_trip()
+    assert at.fsm.bindings[TARGET].launch is None
+
+
+def test_refresh_reports_what_it_wrote_and_what_declined() -> None:
+    """A reader of what declined is left alone, and so is a table of the launch."""
+    resources = tuple(
+        attrs.evolve(each, fill=lambda view, host: None) if each.name == "base" else each for each in RESOURCES
+    )
+    at = world(Backend("toy", resources, {"adapter": "the adapter"}))
+    binding, ledger = at.fsm.bindings[TARGET], at.fsm.ledger
+    binding.see(BATCH)
+    written, declined = binding.refresh(ledger.mask(["base", "rows", "block_table", "first_slots"]), ledger)
+    assert (written, declined) == (ledger.mask(["rows"]), ledger.mask(["base"]))
+
+
+def test_domains_have_buffers_of_their_own() -> None:
+    """What the orchestrator keeps itself is made twice too."""
+    fsm = world().fsm
+    one, other = fsm.bindings
+    for place, name in enumerate(fsm.ledger.names):
+        if isinstance(one.values[place], torch.Tensor):
+            same = one.values[place] is other.values[place]
+            assert same == (fsm.backend.resource(name).kind == "Shared"), name
+
+
+def test_view_follows_the_batch() -> None:
+    binding = world().fsm.bindings[TARGET]
+    assert binding.batch is None
+    binding.see(BATCH)
+    assert binding.batch is BATCH is binding.view.batch
+    assert binding.manager is binding.view.manager

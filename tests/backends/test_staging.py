@@ -1,0 +1,184 @@
+"""Host buffers on their way to the device: an early rewrite is refused, and the ring waits instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from attrs import define, field
+
+from specfsm.backends.backend import Backend
+from specfsm.backends.staging import StagingBuffer, StagingRing
+from specfsm.domain import Domain
+from specfsm.errors import IllegalTransition, PendingTransfer
+from specfsm.states.transfer import Transfer
+from tests.toys import BATCH, RESOURCES, Injected, world
+
+CPU = torch.device("cpu")
+
+
+@define
+class Clock:
+    """A device's timeline, moved by the test. A copy lands one tick after it was enqueued."""
+
+    now: int = 0
+    events: list[Any] = field(factory=list)
+
+    def event(self) -> Event:
+        made = Event(self)
+        self.events.append(made)
+        return made
+
+
+@define(eq=False)
+class Event:
+    clock: Clock
+    due: int | None = None
+    waited: int = 0
+
+    def record(self) -> None:
+        self.due = self.clock.now + 1
+
+    def query(self) -> bool:
+        return self.due is None or self.clock.now >= self.due
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        self.due = None
+
+
+def buffer(clock: Clock) -> StagingBuffer:
+    return StagingBuffer("rows", torch.zeros(3, dtype=torch.int32), clock.event())
+
+
+def test_buffer_is_copied_and_free_once_the_copy_landed() -> None:
+    clock = Clock()
+    staged, device = buffer(clock), torch.zeros(3, dtype=torch.int32)
+    staged.fill().fill_(7)
+    assert staged.machine.state is Transfer.FILLING
+    staged.submit(device)
+    assert device.tolist() == [7, 7, 7]
+    assert staged.machine.state is Transfer.IN_FLIGHT
+    assert not staged.poll()
+    clock.now += 1
+    assert staged.poll()
+    assert staged.machine.state is Transfer.FREE
+
+
+def test_early_rewrite_is_refused() -> None:
+    """What the device receives would change; the error names the resource and the buffer is as it was."""
+    clock = Clock()
+    staged = buffer(clock)
+    staged.fill()
+    staged.submit(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(PendingTransfer, match="the staging buffer of rows still feeds a copy") as caught:
+        staged.fill()
+    assert (caught.value.resource, caught.value.state, caught.value.legal) == ("rows", Transfer.IN_FLIGHT, ("land",))
+    assert staged.machine.state is Transfer.IN_FLIGHT
+    clock.now += 1
+    assert staged.fill() is staged.tensor
+
+
+def test_submit_without_a_fill_copies_nothing() -> None:
+    staged, device = buffer(Clock()), torch.full((3,), 5, dtype=torch.int32)
+    with pytest.raises(IllegalTransition, match="FREE --submit-->"):
+        staged.submit(device)
+    assert device.tolist() == [5, 5, 5]
+
+
+def test_buffer_cannot_be_filled_twice() -> None:
+    staged = buffer(Clock())
+    staged.fill()
+    with pytest.raises(IllegalTransition, match="FILLING --fill-->"):
+        staged.fill()
+
+
+def test_abandoned_fill_frees_the_buffer() -> None:
+    staged = buffer(Clock())
+    staged.fill()
+    staged.abandon()
+    assert staged.machine.state is Transfer.FREE
+
+
+def test_ring_takes_its_buffers_in_turn_and_waits_for_the_oldest() -> None:
+    """The host fills one while the device reads the other; the third fill waits for the first copy."""
+    clock = Clock()
+    ring = StagingRing("rows", (3,), torch.int32, CPU, clock.event)
+    device = torch.zeros(3, dtype=torch.int32)
+    assert len(clock.events) == 2, "an event for each buffer: a shared one would be re-armed before its waiter"
+    taken = []
+    for value in range(3):
+        staged = ring.take()
+        taken.append(staged)
+        staged.fill().fill_(value)
+        staged.submit(device)
+    assert taken[0] is not taken[1]
+    assert taken[2] is taken[0]
+    assert ring.waits == 1
+    assert [event.waited for event in clock.events] == [1, 0]
+    assert device.tolist() == [2, 2, 2]
+
+
+def test_ring_does_not_wait_for_what_has_landed() -> None:
+    clock = Clock()
+    ring = StagingRing("rows", (3,), torch.int32, CPU, clock.event)
+    for _ in range(4):
+        staged = ring.take()
+        staged.fill()
+        staged.submit(torch.zeros(3, dtype=torch.int32))
+        clock.now += 1
+    assert ring.waits == 0
+
+
+def test_copies_within_the_host_land_at_once() -> None:
+    ring = StagingRing("rows", (3,), torch.int32, CPU)
+    staged = ring.take()
+    staged.fill()
+    staged.submit(torch.zeros(3, dtype=torch.int32))
+    assert staged.machine.state is Transfer.FREE
+    assert not staged.tensor.is_pinned()
+
+
+# In the orchestrator.
+
+
+def test_orchestrator_waits_instead_of_overwriting() -> None:
+    """Three refreshes while no copy lands: each ring of two waits for its first buffer, and never overwrites one."""
+    clock = Clock()
+    at = world(event=clock.event)
+    for _ in range(3):
+        at.prepare()
+        at.target.swap()
+    rings = at.fsm.bindings[Domain.TARGET].rings
+    assert {at.fsm.ledger.names[place]: ring.waits for place, ring in rings.items()} == {"base": 1, "rows": 1}
+    at.prepare()
+    assert torch.equal(at.metadata.rows, at.metadata.host_rows)
+
+
+def test_failing_fill_leaves_the_buffer_free() -> None:
+    """No copy was started: the same fill succeeds afterwards."""
+    at = world()
+    at.fuse.arm("fill rows", late=True)
+    with pytest.raises(Injected):
+        at.prepare()
+    at.fuse.disarm()
+    ring = at.fsm.bindings[Domain.TARGET].rings[at.fsm.ledger.index["rows"]]
+    assert [each.machine.state for each in ring.buffers] == [Transfer.FREE] * 2
+    at.prepare()
+
+
+def decline(_: Any, host: torch.Tensor) -> None:
+    """Writes, then thinks better of it."""
+    host.fill_(9)
+
+
+def test_declined_fill_sends_nothing() -> None:
+    """The device keeps what it had."""
+    resources = tuple(attrs.evolve(each, fill=decline) if each.name == "rows" else each for each in RESOURCES)
+    at = world(Backend("toy", resources, {"adapter": "the adapter"}), check="off")
+    at.prepare(BATCH)
+    assert at.metadata.rows.tolist() == [-1] * 5
+    ring = at.fsm.bindings[Domain.TARGET].rings[at.fsm.ledger.index["rows"]]
+    assert [each.machine.state for each in ring.buffers] == [Transfer.FREE] * 2

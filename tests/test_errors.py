@@ -1,0 +1,140 @@
+"""One class for each mistake: what it carries, what it says, and the builtin it also is."""
+
+from __future__ import annotations
+
+import pytest
+
+from specfsm import errors
+from specfsm.domain import Domain
+from specfsm.states.phase import Phase
+
+HERE = (Phase.TARGET_PREPARE, "draft_forward", Phase.DRAFT_FORWARD)
+REFUSED = "TARGET_PREPARE --draft_forward--> DRAFT_FORWARD refused"
+STALE = {"backend": "flash_mla", "resource": "block_ids_per_seq", "domain": Domain.DRAFT}
+
+CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
+    "InvalidTable": (
+        errors.InvalidTable("phase", ("IDLE has 2 rows",)),
+        ValueError,
+        ["the phase table is not a machine", "IDLE has 2 rows"],
+    ),
+    "IncompleteBackend": (
+        errors.IncompleteBackend("toy", ("rows has 0 writers",)),
+        TypeError,
+        ["backend toy is not fully declared", "rows has 0 writers"],
+    ),
+    "UnknownMetadata": (
+        errors.UnknownMetadata("Mine cannot be switched", ("a twin is missing",), "make one"),
+        TypeError,
+        ["Mine cannot be switched", "a twin is missing", "to mend: make one"],
+    ),
+    "IllegalTransition": (
+        errors.IllegalTransition(Phase.IDLE, "restore", legal=("target_prepare",)),
+        RuntimeError,
+        ["IDLE --restore--> ? refused", "IDLE accepts target_prepare"],
+    ),
+    "NestedPhase": (
+        errors.NestedPhase(Phase.DRAFT_FORWARD, "draft_forward"),
+        RuntimeError,
+        ["DRAFT_FORWARD --draft_forward--> ? refused", "draft_step() makes the next draft token"],
+    ),
+    "NestedEvent": (
+        errors.NestedEvent(Phase.TARGET_PREPARE, "draft_forward"),
+        RuntimeError,
+        ["another event is under way", "to mend: fire it when the first has returned"],
+    ),
+    "WrongThread": (
+        errors.WrongThread(*HERE, owner="main", caller="worker"),
+        RuntimeError,
+        [REFUSED, "thread 'worker' fired it, but thread 'main' drives this orchestrator"],
+    ),
+    "StaleResource": (
+        errors.StaleResource(*HERE, **STALE, moved={"blocks": (17, 18)}, resources=("block_ids_per_seq", "plan")),
+        RuntimeError,
+        [
+            REFUSED,
+            "flash_mla.block_ids_per_seq [draft] is stale: blocks moved 17 → 18 since its last refresh",
+            "stale beside it: plan",
+            "publish('block_ids_per_seq', tensor, domain=DRAFT)",
+        ],
+    ),
+    "RefreshDeclined": (
+        errors.RefreshDeclined(*HERE, **STALE, moved={"blocks": (17, 18)}),
+        RuntimeError,
+        [
+            "flash_mla.block_ids_per_seq [draft] is stale: blocks moved 17 → 18",
+            "its refresh ran and returned nothing (declined)",
+            "to mend: make the refresh return what it wrote",
+        ],
+    ),
+    "TargetMutated": (
+        errors.TargetMutated(Phase.DRAFT_FORWARD, "restore", Phase.RESTORE, backend="toy", resource="rows"),
+        RuntimeError,
+        ["toy.rows [target] was written during the draft phase", "dirty('rows', TARGET), then restore()"],
+    ),
+    "GraphContractBroken": (
+        errors.GraphContractBroken(*HERE, key=(8, 3), broken=("rows moved", "too long")),
+        RuntimeError,
+        ["graph (8, 3): rows moved", "graph (8, 3): too long", "to mend: record the graph again, or run eagerly"],
+    ),
+    "PendingTransfer": (
+        errors.PendingTransfer(Phase.IDLE, "fill", resource="rows"),
+        RuntimeError,
+        ["the staging buffer of rows still feeds a copy that has not landed"],
+    ),
+    "RestoreFailed": (
+        errors.RestoreFailed("restore", [ValueError("first"), OSError("second")]),
+        ExceptionGroup,
+        ["restore failed and could not be undone", "to mend: rebuild or repair the metadata, then reset()"],
+    ),
+}
+
+
+def test_every_class_has_a_case() -> None:
+    assert set(CASES) == set(errors.__all__) - {"SpecFSMError"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message_names_the_facts_and_the_remedy(name: str) -> None:
+    error, builtin, lines = CASES[name]
+    assert type(error) is getattr(errors, name)
+    assert isinstance(error, builtin)
+    assert isinstance(error, errors.SpecFSMError)
+    assert [line for line in lines if line not in str(error)] == []
+
+
+CAUSES = [
+    ({"tampered": "written"}, "was written behind the machine's back since its last refresh", "declare it: dirty("),
+    ({"misbound": True}, "still holds the other cache's value: its switch did not happen", "do not drop its action"),
+    ({"never": True, "moved": {"blocks": (0, 1)}}, "was never refreshed (it is derived from blocks)", "refresh it"),
+    ({}, "is stale: it was edited since its last refresh", "refresh it before this event"),
+]
+
+
+@pytest.mark.parametrize(("facts", "cause", "remedy"), CAUSES)
+def test_each_cause_of_staleness_has_words_of_its_own(facts: dict[str, object], cause: str, remedy: str) -> None:
+    error = errors.StaleResource(*HERE, **STALE, **facts)  # type: ignore[arg-type]  # facts by name
+    assert f"{error.place} {cause}" in str(error)
+    assert remedy in error.remedy
+
+
+def test_state_without_exits_accepts_nothing() -> None:
+    assert "IDLE accepts nothing: the state has no exits" in str(errors.IllegalTransition(Phase.IDLE, "restore"))
+
+
+def test_failed_restore_splits_like_a_group() -> None:
+    """``except*`` takes it apart and the parts still know the event."""
+    group = errors.RestoreFailed("restore", [ValueError("first"), OSError("second")])
+    match, rest = group.split(ValueError)
+    assert isinstance(match, errors.RestoreFailed)
+    assert isinstance(rest, errors.RestoreFailed)
+    assert (match.event, [str(each) for each in match.exceptions]) == ("restore", ["first"])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "RestoreFailed"])
+def test_errors_are_told_apart_by_identity(name: str) -> None:
+    """Two refusals for the same reason are two refusals."""
+    error, _, _ = CASES[name]
+    assert error == error
+    assert hash(error) == hash(error)
+    assert isinstance(repr(error), str)

@@ -1,0 +1,346 @@
+"""A captured graph's contract: what a recording bakes in, and what a replay is refused for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from specfsm.backends.backend import Backend
+from specfsm.backends.resource import Shared, Staged, Table
+from specfsm.domain import Batch, Domain
+from specfsm.errors import GraphContractBroken, IllegalTransition, StaleResource
+from specfsm.graph import Graph, bake
+from specfsm.states.graph import Graph as GraphState
+from specfsm.states.phase import Phase
+from specfsm.states.resource import Freshness
+from tests.toys import BACKENDS, REQUESTS, RESOURCES, World, snapshot, world
+
+TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
+
+CAPTURED = [name for name, each in BACKENDS.items() if not any(isinstance(r, Shared) for r in each.make().resources)]
+"""Backends that a graph can be recorded with: a shared buffer refuses it."""
+
+STEADY = Batch(REQUESTS, kv_lens=(8, 8, 8), tokens=(2, 2, 2))
+
+
+def ready(backend: str | Backend, **options: Any) -> World:
+    """Warmed up: everything was refreshed once, and the target's phase is prepared."""
+    at = world(backend, **options)
+    at.round_trip(STEADY)
+    at.prepare(STEADY)
+    return at
+
+
+def record(at: World, **options: Any) -> Graph:
+    """The draft phase, recorded."""
+    with at.fsm.record((3, 2), **options) as graph:
+        at.fsm.draft_forward(STEADY)
+        at.fsm.restore()
+    return graph
+
+
+def test_some_backend_is_captured() -> None:
+    assert CAPTURED
+
+
+@pytest.mark.parametrize("backend", CAPTURED)
+def test_recording_leaves_everything_as_it_was(backend: str) -> None:
+    """It executes nothing, so nothing becomes fresh by it, and the metadata carries what it carried."""
+    at = ready(backend)
+    at.make_plans()
+    was = snapshot(at.fsm)
+    graph = record(at)
+    assert graph.state is GraphState.READY
+    assert was.differences(snapshot(at.fsm)) == []
+    assert at.fsm.recording is None
+    assert repr(graph) == "<Graph (3, 2) READY>"
+
+
+@pytest.mark.parametrize("backend", CAPTURED)
+def test_no_host_work_is_recorded(backend: str) -> None:
+    """A refresh fed by the host would be baked in with what the host buffer held that day."""
+    at = ready(backend)
+    at.fuse.arm(None)
+    record(at)
+    at.fuse.disarm()
+    assert not [action for action in at.fuse.passed if action.startswith(("fill", "refresh", "of ", "launch"))]
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("backend", CAPTURED)
+def test_failed_capture_leaves_no_graph(backend: str) -> None:
+    at = ready(backend)
+    was = snapshot(at.fsm)
+    kept: list[Graph] = []
+
+    def crash() -> None:
+        with at.fsm.record("half") as graph:
+            kept.append(graph)
+            at.fsm.draft_forward(STEADY)
+            raise Crash
+
+    with pytest.raises(Crash):
+        crash()
+    assert kept[0].state is GraphState.EMPTY
+    assert kept[0].reads == [0, 0]
+    assert was.differences(snapshot(at.fsm)) == []
+    record(at, graph=kept[0])
+    assert kept[0].state is GraphState.READY
+
+
+def test_recording_in_the_draft_phase_or_in_another_is_refused() -> None:
+    at = ready("trtllm")
+    with at.fsm.draft_forward(), pytest.raises(IllegalTransition, match="DRAFT_FORWARD --record-->"):
+        record(at)
+    at.prepare(STEADY)
+
+    def nest() -> None:
+        with at.fsm.record("outer"):
+            record(at)
+
+    with pytest.raises(IllegalTransition):
+        nest()
+    assert at.fsm.recording is None
+
+
+def test_replay_while_recording_is_refused() -> None:
+    at = ready("trtllm")
+    graph = record(at)
+
+    def replay() -> None:
+        with at.fsm.record("outer"):
+            at.fsm.draft_replay(graph)
+
+    with pytest.raises(IllegalTransition, match="--draft_replay-->"):
+        replay()
+
+
+def test_shared_buffer_cannot_be_recorded() -> None:
+    """Its saving and copying back would be host work inside the graph."""
+    at = ready("toy")
+    was = snapshot(at.fsm)
+    with pytest.raises(StaleResource) as caught:
+        record(at)
+    assert caught.value.resource == "counters"
+    assert was.differences(snapshot(at.fsm)) == []
+
+
+def steps(at: World, written: tuple[str, ...]) -> Graph:
+    """A draft phase of two passes. Between them the graph itself advances what it writes, and says so."""
+    after = attrs.evolve(STEADY, kv_lens=(9, 9, 9))
+    with at.fsm.record("steps") as graph, at.fsm.draft_forward(STEADY):
+        at.fsm.announce(after)
+        for name in written:
+            at.fsm.publish(name, at.fsm.value(name).add_(1))
+        at.fsm.draft_step(after)
+    return graph
+
+
+def test_graph_may_advance_what_it_reads() -> None:
+    """The first pass finds what the host refreshed, the second what the first left: stale for everyone else after."""
+    at = ready("trtllm")
+    graph = steps(at, ("kv_lens_cuda",))
+    bit = at.fsm.ledger.mask(["kv_lens_cuda"])
+    assert graph.needs(DRAFT) & bit, "the first pass reads what the host wrote"
+    assert graph.writes[DRAFT] == bit
+    with at.fsm.draft_replay(graph, STEADY):
+        assert at.fsm.ledger.state(DRAFT, "kv_lens_cuda") is Freshness.STALE
+
+
+def test_refresh_missed_inside_a_graph_is_refused_when_it_is_recorded() -> None:
+    """The host cannot mend it at a replay, so there must be no graph."""
+    at = ready("trtllm")
+    was = snapshot(at.fsm)
+    with pytest.raises(StaleResource) as caught:
+        steps(at, ())
+    assert (caught.value.resource, caught.value.event) == ("kv_lens_cuda", "draft_step")
+    assert list(caught.value.moved) == ["lengths"]
+    assert was.differences(snapshot(at.fsm)) == []
+
+
+def test_value_to_be_baked_in_must_be_fresh() -> None:
+    """A pointer that is stale when it is recorded stays wrong in every replay: warm up first."""
+    at = world("trtllm")
+    at.prepare(STEADY)
+    with pytest.raises(StaleResource) as caught:
+        record(at)
+    assert caught.value.resource == "kv_cache_manager"
+
+
+# Replays.
+
+
+@pytest.mark.parametrize("backend", CAPTURED)
+def test_replay_refreshes_what_is_stale_at_the_recorded_addresses(backend: str) -> None:
+    at = ready(backend, check="tensors")
+    graph = record(at)
+    at.draft.swap()
+    with at.fsm.draft_replay(graph) as fsm:
+        assert (fsm.state, fsm.domain) == (Phase.DRAFT_REPLAY, DRAFT)
+        needed = graph.needs(DRAFT)
+        assert not at.fsm.ledger.stale[DRAFT] & needed
+        with at.fsm.draft_replay(graph):
+            assert at.fsm.state is Phase.DRAFT_REPLAY
+        assert at.fsm.state is Phase.DRAFT_REPLAY, "the outer window is still open"
+    assert at.fsm.state is Phase.RESTORE
+    assert graph.state is GraphState.READY
+
+
+@pytest.mark.parametrize("backend", CAPTURED)
+def test_replay_with_a_stale_table_is_refused(backend: str) -> None:
+    """Each buffer that the graph reads, its refresh left out while pages moved."""
+    for resource in BACKENDS[backend].make().resources:
+        if not isinstance(resource, Table) or "blocks" not in BACKENDS[backend].make().ledger().sources[resource.name]:
+            continue
+        at = ready(backend)
+        graph = record(at)
+        at.fsm.switch.leave_out((0, at.fsm.ledger.mask([resource.name])))
+        at.draft.swap()
+        with pytest.raises(StaleResource) as caught:
+            at.fsm.draft_replay(graph)
+        assert (caught.value.resource, caught.value.domain) == (resource.name, DRAFT)
+        assert list(caught.value.moved) == ["blocks"]
+        assert at.fsm.state is Phase.TARGET_PREPARE
+
+
+BREACHES: dict[str, tuple[Callable[[World], Any], Batch, str]] = {
+    "a buffer bound elsewhere": (
+        lambda at: at.fsm.bind("kv_lens_cuda", torch.zeros(5, dtype=torch.int32), DRAFT),
+        STEADY,
+        "is INVALID, not READY: kv_lens_cuda [draft] was bound to another buffer",
+    ),
+    "a baked value that differs": (
+        lambda at: at.fsm.publish("host_kv_cache_pool_pointers", (0x9000,), DRAFT),
+        STEADY,
+        "host_kv_cache_pool_pointers [draft] was recorded as (8192,), but is (36864,)",
+    ),
+    "fewer requests": (
+        lambda at: None,
+        Batch(REQUESTS[:2], (8, 8), (2, 2)),
+        "was recorded for 3 requests, but the batch has 2: pad it to the recorded size",
+    ),
+    "a context": (
+        lambda at: None,
+        attrs.evolve(STEADY, num_contexts=1),
+        "was recorded for 0 contexts, but the batch has 1",
+    ),
+    "other tokens": (
+        lambda at: None,
+        attrs.evolve(STEADY, tokens=(2, 1, 2)),
+        "was recorded for (2, 2, 2) tokens a request, but the batch has (2, 1, 2)",
+    ),
+    "a longer request": (
+        lambda at: None,
+        attrs.evolve(STEADY, kv_lens=(8, 9, 8)),
+        f"was recorded for KV lengths up to 8, but request {REQUESTS[1]} has 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_replay_on_other_terms_is_refused(breach: str) -> None:
+    """The graph runs the addresses and shapes of its recording, whatever the metadata says by then."""
+    change, batch, line = BREACHES[breach]
+    at = ready("trtllm")
+    graph = record(at, max_len=8)
+    change(at)
+    was = snapshot(at.fsm)
+    with pytest.raises(GraphContractBroken) as caught:
+        at.fsm.draft_replay(graph, batch)
+    assert caught.value.key == (3, 2)
+    assert any(line in broken for broken in caught.value.broken), caught.value.broken
+    assert "graph (3, 2): " in str(caught.value)
+    assert was.differences(snapshot(at.fsm)) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda at: Graph("none"), "is EMPTY, not READY"),
+        (lambda at: released(record(at)), "is EMPTY, not READY"),
+    ],
+)
+def test_graph_that_is_not_ready_is_refused(make: Callable[[World], Graph], line: str) -> None:
+    at = ready("trtllm")
+    with pytest.raises(GraphContractBroken, match=line):
+        at.fsm.draft_replay(make(at), STEADY)
+
+
+def released(graph: Graph) -> Graph:
+    graph.release()
+    return graph
+
+
+def test_graph_of_both_models_reads_both_caches() -> None:
+    """Recorded with the target's phase in it: a stale target table is refused too."""
+    at = ready("trtllm")
+    with at.fsm.record("whole") as graph:
+        at.fsm.target_prepare(STEADY)
+        at.fsm.draft_forward(STEADY)
+        at.fsm.restore()
+    with at.fsm.draft_replay(graph, STEADY):
+        pass
+    at.prepare(STEADY)
+    at.fsm.dirty("kv_cache_block_offsets", TARGET)
+    with pytest.raises(StaleResource) as caught:
+        at.fsm.draft_replay(graph, STEADY)
+    assert (caught.value.resource, caught.value.domain) == ("kv_cache_block_offsets", TARGET)
+
+
+def by_graph(*names: str) -> Backend:
+    """The toy without shared buffers and without what the host derives from a table; the graph refreshes these."""
+    resources = tuple(
+        attrs.evolve(each, refreshed_by="graph") if each.name in names else each
+        for each in RESOURCES
+        if not isinstance(each, Shared) and each.name != "first_slots"
+    )
+    return Backend("toy", resources, {"adapter": "the adapter"})
+
+
+def test_what_the_graph_makes_is_not_made_before_and_is_stale_after() -> None:
+    """The graph writes its table itself; everyone else finds it stale after the replay."""
+    at = ready(by_graph("block_table"))
+    at.fuse.arm(None)
+    graph = record(at)
+    at.fuse.disarm()
+    assert at.fuse.passed.count("launch") >= 1, "the recipe is recorded"
+    place = at.fsm.ledger.index["block_table"]
+    assert graph.made[DRAFT] >> place & 1
+    at.draft.swap()
+    at.fuse.arm(None)
+    with at.fsm.draft_replay(graph, STEADY):
+        assert "launch" not in at.fuse.passed
+        assert at.fsm.ledger.state(DRAFT, "block_table") is Freshness.STALE
+    at.fuse.disarm()
+    at.prepare(STEADY)
+    at.fuse.arm(None)
+    at.fsm.draft_forward(STEADY)
+    at.fuse.disarm()
+    assert "launch" in at.fuse.passed
+
+
+def test_contract_holds_the_memory_of_what_is_read() -> None:
+    """Address, shape, stride and dtype of a buffer; the value of anything else."""
+    held = torch.zeros(4, 6, dtype=torch.int32)
+    assert bake(held) == bake(held[:])
+    assert bake(held) != bake(held.clone())
+    assert bake(held) != bake(held[:2])
+    assert bake(held.t()) != bake(held)
+    assert str(bake(held)) == f"int32 [4, 6] strides [6, 1] at {held.data_ptr():#x}"
+    assert bake(64) == 64
+
+
+def test_every_buffer_that_the_phases_read_is_in_the_contract() -> None:
+    at = ready("trtllm")
+    graph = record(at)
+    baked = {at.fsm.ledger.names[each.place] for each in graph.baked if each.domain is DRAFT}
+    buffers = {each.name for each in at.fsm.backend.resources if isinstance(each, Table | Staged)}
+    assert buffers <= baked
+    assert all(each.domain is DRAFT for each in graph.baked)
