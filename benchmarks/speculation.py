@@ -156,7 +156,7 @@ def measure(bench: Bench, batch: int) -> list[dict[str, Any]]:
             }
         )
         print(
-            f"| {batch} | {nextn or 'target alone'} | {row['tokens_per_forward']:.2f} | {speed:.1f} | {speed / alone:.2f} |"
+            f"| {batch} | {nextn or 'alone'} | {row['tokens_per_forward']:.2f} | {speed:.1f} | {speed / alone:.2f} |"
             f" {difference or 'same'} |",
             flush=True,
         )

@@ -34,7 +34,7 @@ from specfsm.states.phase import PHASE, Phase
 from specfsm.states.resource import Saved, bits
 from specfsm.states.table import Move, Requirement
 from specfsm.switch import Carried, Switch
-from specfsm.trace import Trace
+from specfsm.trace import Trace, Work
 from specfsm.verify import Check, mutation, require_contract, require_untampered, staleness
 
 __all__ = ["Contract", "DraftWindow", "Orchestrator"]
@@ -87,12 +87,11 @@ class _Row:
     intact: bool
 
 
-_Before = tuple[Saved, Carried, tuple[DomainView, ...], tuple[list[Any], ...], list[int]]
-"""What a transition found, should it have to be undone: the ledger, what the metadata carried, and for each domain its
-view, its values and what had declined."""
+_Before = tuple[Saved, Carried]
+"""What a transition found, should it have to be undone: the ledger, and what the metadata carried."""
+_Held = tuple[tuple[DomainView, ...], tuple[list[Any], ...], list[int]]
+"""For each domain its view, its values, and what had declined."""
 
-Work = tuple[Domain | None, int, int]
-"""The domain that an event looked at, what it refreshed, and what was proven not to need it."""
 NO_WORK: Work = (None, 0, 0)
 
 
@@ -179,10 +178,10 @@ class Orchestrator:
             each.name for each in resources if isinstance(each, Pointer | Alias) or len(each.attributes) > 1
         )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
-        self._eager = ~self._lazy
         self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
         self._before: _Before | None = None
+        self._held: _Held | None = None
         self._attempted = 0
         self._firing = False
         self._pulled = [(-1, -1) for _ in Domain]
@@ -293,8 +292,9 @@ class Orchestrator:
             raise IllegalTransition(self.machine.state, "record", legal=PHASE.legal(self.machine.state))
         graph = graph or Graph(key, max_len=max_len)
         graph.record()
-        self._before = None
-        before, state = self._remember(), self.machine.state
+        self._before = self._held = None
+        self._hold()
+        before, held, state = self._remember(), self._held, self.machine.state
         self.recording = graph
         try:
             yield graph
@@ -303,7 +303,7 @@ class Orchestrator:
             raise
         finally:
             self.recording = None
-            self._put_back(before)
+            self._put_back(before, held)
             self.machine.state = state
         graph.seal(self.bindings)
         self.graphs.add(graph)
@@ -460,7 +460,7 @@ class Orchestrator:
     def _fire(self, event: str, binding: Binding, batch: Batch | None = None, graph: Graph | None = None) -> None:
         started = perf_counter_ns()
         row = self._find(event)
-        self._firing, self._before, work = True, None, NO_WORK
+        self._firing, self._before, self._held, work = True, None, None, NO_WORK
         try:
             path = row.path if self.recording is None or not row.refreshes else RECORDING
             self._admit(row, binding, path, batch, graph)
@@ -509,7 +509,7 @@ class Orchestrator:
         domain = binding.domain
         steps = self.switch.scripts[path][domain]
         if batch is not None and batch is not binding.view.batch:
-            self._remember()
+            self._hold()
             self._see(binding, batch)
         entered = row.activates and binding is not self.switch.active
         if entered:
@@ -528,7 +528,9 @@ class Orchestrator:
             self._verify(row, binding, steps, entered, graph)
         if graph is not None:
             self._replayed(graph)
-        return (domain, written & self._eager, steps.refreshable & self._eager & ~written) if row.refreshes else NO_WORK
+        if not row.refreshes:
+            return NO_WORK
+        return (domain, written & ~self._lazy, steps.idle[2] & ~written) if written else steps.idle
 
     def _record(self, move: Move, binding: Binding, steps: Script) -> None:
         """Instead of steps 4 and 5 while a graph is recorded: record what it refreshes itself, derive views.
@@ -539,7 +541,7 @@ class Orchestrator:
         graph, domain, ledger = self.recording, binding.domain, self.ledger
         assert graph is not None
         assert binding.batch is not None
-        self._remember()
+        self._hold()
         due = steps.recorded
         if graph.batches[domain] is None:
             ledger.assume(domain, ~steps.baked)
@@ -577,7 +579,8 @@ class Orchestrator:
             return
         if path is RESTORE:
             self.switch.to_target(steps)
-            self._give_back(steps)
+            if steps.shared:
+                self._give_back(steps)
         else:
             self._mutated = 0
             self.switch.to_draft(path, steps, carried)
@@ -587,6 +590,7 @@ class Orchestrator:
 
     def _forget(self, clears: Iterable[tuple[str, int, Any]], cleared: int) -> None:
         """Plans and caches were dropped: no domain has one."""
+        self._hold()
         for binding in self.bindings:
             for _, place, _ in clears:
                 binding.values[place] = None
@@ -601,7 +605,7 @@ class Orchestrator:
     def _refresh(self, binding: Binding, stale: int) -> int:
         """Step 4: producers before consumers, all tables in one launch; the mask of what was written."""
         domain, ledger = binding.domain, self.ledger
-        self._remember()
+        self._hold()
         self._attempted |= stale
         written, declined = binding.refresh(stale, ledger)
         self.declined[domain] |= declined
@@ -667,18 +671,17 @@ class Orchestrator:
 
     def _remember(self) -> _Before:
         """What is there before anything changes. Whoever changes something asks first; only the first looks."""
-        before = self._before
-        if before is None:
-            target, draft = self.bindings
+        if self._before is None:
             self._attempted = 0
-            before = self._before = (
-                self.ledger.save(),
-                self.switch.remember(),
-                (target.view, draft.view),
-                (target.values[:], draft.values[:]),
-                self.declined[:],
-            )
-        return before
+            self._before = (self.ledger.save(), self.switch.remember())
+        return self._before
+
+    def _hold(self) -> None:
+        """The same, for whoever changes what the domains hold."""
+        self._remember()
+        if self._held is None:
+            target, draft = self.bindings
+            self._held = (target.view, draft.view), (target.values[:], draft.values[:]), self.declined[:]
 
     def _undo(self, row: _Row, binding: Binding, error: BaseException) -> None:
         """Put everything back in reverse; if that fails, FAULTED."""
@@ -686,17 +689,19 @@ class Orchestrator:
         if self._before is None:
             return
         try:
-            self._put_back(self._before)
+            self._put_back(self._before, self._held)
         except BaseException as worse:
             self._fault(row.event, error, worse)
         self._distrust(binding)
 
-    def _put_back(self, before: _Before) -> None:
-        ledger, carried, views, values, declined = before
-        for binding, view, own in zip(self.bindings, views, values, strict=True):
-            binding.view, binding.values[:] = view, own
+    def _put_back(self, before: _Before, held: _Held | None) -> None:
+        ledger, carried = before
+        if held is not None:
+            views, values, declined = held
+            for binding, view, own in zip(self.bindings, views, values, strict=True):
+                binding.view, binding.values[:] = view, own
+            self.declined[:] = declined
         self.ledger.load(ledger)
-        self.declined[:] = declined
         written = self.switch.put_back(carried)
         self._note_versions(self.switch.active, written)
 

@@ -16,7 +16,10 @@ from attrs import frozen
 from specfsm.domain import Domain
 from specfsm.states.resource import bits
 
-__all__ = ["Summary", "Trace", "Transition"]
+__all__ = ["Summary", "Trace", "Transition", "Work"]
+
+Work = tuple[Domain | None, int, int]
+"""The domain that an event looked at, mask of what it refreshed, mask of what was proven not to need it."""
 
 
 @frozen

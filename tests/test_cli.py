@@ -159,7 +159,7 @@ def test_explain_as_markdown(name: str, capsys: Capture) -> None:
     assert main(["explain", name, "-f", "markdown"]) == 0
     shown = capsys.readouterr().out
     assert shown == matrix_markdown(named(name))
-    assert all(f"| `{resource.name}` |" in shown for resource in named(name).resources)
+    assert all(f"| `{resource.name}" in shown for resource in named(name).resources)
 
 
 def test_explain_says_which_event_takes_which_path(capsys: Capture) -> None:

@@ -187,6 +187,8 @@ def test_drop_argument_is_refused_at_the_first_event(backend: str) -> None:
 def test_drop_in_the_draft_alone_is_refused_at_its_phase(backend: str) -> None:
     """``drop=[(name, DRAFT)]`` lets the target's phase pass."""
     for resource in BACKENDS[backend].make().resources:
+        if DRAFT not in resource.domains:
+            continue
         at = world(backend, drop=[(resource.name, DRAFT)])
         at.prepare()
         at.make_plans()

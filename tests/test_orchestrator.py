@@ -329,7 +329,9 @@ def test_raising_observer_undoes_the_transition() -> None:
     assert len(at.fsm.trace) == traced, "a transition that was undone is not traced"
 
 
-@pytest.mark.parametrize("action", ["call before_draft_forward", "call after_draft_forward", "refresh counters", "admit"])
+@pytest.mark.parametrize(
+    "action", ["call before_draft_forward", "call after_draft_forward", "refresh counters", "admit"]
+)
 def test_event_inside_an_event_is_refused(action: str) -> None:
     """One fired by an observer, a refresh or a contract could not be undone with the first; neither happens."""
     at = reach(Phase.TARGET_PREPARE, observe=True)

@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from specfsm.backends.resource import Buffer, Path, Pointer, Shared
-from specfsm.domain import Batch, Domain, RowOrder, Unit
+from specfsm.backends.resource import Buffer, Path, Plan, Pointer, Shared
+from specfsm.domain import Batch, Domain, RowOrder
+from specfsm.kernels.recipes import ExpandRows, GatherTable, SlidingTable, SlotMapping
 from specfsm.orchestrator import Orchestrator
-from tests.toys import BACKENDS, BATCH, OTHER, REQUESTS, Injected, Manager, World, world
+from specfsm.switch import reader, writer
+from tests.toys import BACKENDS, BATCH, OTHER, REQUESTS, Fuse, Injected, Manager, Metadata, World, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 ORDERS = [(one, other) for one in RowOrder for other in RowOrder]
 
 
-def slots(manager: Manager, batch: Batch, width: int, rows: int) -> torch.Tensor:
-    """[rows, width]: the slots of each request, worked out from the manager's own books."""
-    table = torch.zeros(rows, width, dtype=torch.int32)
-    for row, request in enumerate(batch.request_ids):
-        held = manager.slots[request][:width]
-        table[row, : len(held)] = torch.tensor(held, dtype=torch.int32)
+def expected_table(fsm: Orchestrator, name: str, manager: Manager, batch: Batch) -> torch.Tensor | None:
+    """What a table must hold, by the definition and from the manager's own books; None where `name` has no recipe."""
+    resource: Any = fsm.backend.resource(name)
+    buffer, recipe = fsm.value(name), getattr(resource, "recipe", None)
+    if recipe is None:
+        return None
+    table = torch.full_like(buffer, recipe.sentinel if hasattr(recipe, "sentinel") else -1)
+    WORKED_OUT[type(recipe)](recipe, fsm, table, manager, batch)
     return table
 
 
-def expected_table(fsm: Orchestrator, name: str, manager: Manager, batch: Batch) -> torch.Tensor | None:
-    """What a block table must hold, by the definition; None where `name` is none."""
-    resource: Any = fsm.backend.resource(name)
-    recipe = getattr(resource, "recipe", None)
-    if recipe is None:
-        return None
-    buffer = fsm.value(name)
-    if recipe.rows == "generation_row_index":
-        cut = batch.num_contexts
-        batch = Batch(batch.request_ids[cut:], batch.kv_lens[cut:], batch.tokens[cut:])
-    place = slots(manager, batch, buffer.shape[-1], fsm.bindings[0].view.axes["S"])
-    if recipe.unit is Unit.SLOT:
-        return place
-    assert recipe.unit is Unit.PAGE
+def gather(recipe: Any, _: Orchestrator, table: torch.Tensor, manager: Manager, batch: Batch) -> None:
     geometry = manager.geometry
-    pages = torch.zeros(buffer.shape, dtype=torch.int32)
-    for row, request in enumerate(batch.request_ids):
-        for plane in range(geometry.kv_factor):
-            live = len(manager.slots[request])
-            pages[0, row, plane, :live] = place[row, :live] * geometry.pages_per_slot + plane
-    return pages
+    first = batch.num_contexts if recipe.rows == "generation_row_index" else 0
+    for row in range(first, len(batch)):
+        for block, slot in enumerate(manager.slots[batch.request_ids[row]]):
+            if recipe.lens and block * geometry.tokens_per_block >= batch.kv_lens[row]:
+                continue
+            if recipe.planes:
+                for plane in range(geometry.kv_factor):
+                    table[0, row, plane, block] = slot * geometry.num_layers * geometry.kv_factor + plane
+            else:
+                table[row - first, block] = slot
+
+
+def expand(recipe: Any, fsm: Orchestrator, table: torch.Tensor, manager: Manager, batch: Batch) -> None:
+    source = expected_table(fsm, recipe.table, manager, batch)
+    assert source is not None
+    for row in range(len(table)):
+        table[row] = source[row // (len(table) // len(source))]
+
+
+def slide(_: Any, __: Orchestrator, table: torch.Tensor, manager: Manager, batch: Batch) -> None:
+    layers, planes = manager.geometry.num_layers, manager.geometry.kv_factor
+    for layer in range(layers):
+        for row, request in enumerate(batch.request_ids):
+            for block, slot in enumerate(manager.slots[request]):
+                table[layer, 0, row, block] = slot * layers * planes + layer * planes
+
+
+def map_slots(recipe: Any, _: Orchestrator, table: torch.Tensor, manager: Manager, batch: Batch) -> None:
+    page, token = manager.geometry.tokens_per_block, 0
+    for request, length, new in zip(batch.request_ids, batch.kv_lens, batch.tokens, strict=True):
+        for position in range(length - new, length):
+            inside, held = position % page, manager.slots[request]
+            if position // page < len(held):  # else nobody has allocated it yet
+                block = held[position // page] * page * (128 + 4)
+                table[token] = block + (inside * 128 if recipe.part == "data" else page * 128 + inside * 4)
+            token += 1
+
+
+WORKED_OUT = {GatherTable: gather, ExpandRows: expand, SlidingTable: slide, SlotMapping: map_slots}
 
 
 def assert_serves(at: World, domain: Domain, batch: Batch) -> None:
@@ -53,6 +78,8 @@ def assert_serves(at: World, domain: Domain, batch: Batch) -> None:
     held = at.target if domain is TARGET else at.draft
     tables = 0
     for resource, value in zip(at.fsm.backend.resources, at.fsm.bindings[domain].values, strict=True):
+        if domain not in resource.domains:
+            continue
         if resource.attribute is not None and not resource.lazy:
             assert getattr(at.metadata, resource.attribute) is value, resource.name
         table = expected_table(at.fsm, resource.name, held, batch)
@@ -218,7 +245,7 @@ def test_replay_rebinds_only_what_a_captured_graph_does_not_bake() -> None:
     at.fuse.disarm()
     assert at.metadata.manager_ref is at.draft
     assert at.metadata.block_table is at.fsm.value("block_table", TARGET)
-    assert torch.equal(at.metadata.draft_block_table, slots(at.draft, BATCH, 5, 5))
+    assert at.metadata.draft_block_table[:3, :3].tolist() == [at.draft.slots[request] for request in REQUESTS]
     at.fsm.restore()
     assert at.metadata.manager_ref is at.target
 
@@ -246,3 +273,30 @@ def test_nothing_is_exchanged_for_what_one_domain_has() -> None:
     assert set(at.fsm.switch.attributes) < set(at.fsm.switch.carried)
     assert not at.fsm.switch.unified
     assert at.fsm.switch.scripts[Path.EAGER][DRAFT].shared
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 12])
+def test_compiled_reader_and_writer_are_getattr_and_setattr(count: int) -> None:
+    """For any number of attributes, in order; a maker makes a new value each time."""
+    names = [f"name_{index}" for index in range(count)]
+    held = SimpleNamespace(**{name: index for index, name in enumerate(names)})
+    assert reader(names)(held) == tuple(range(count))
+    put = writer([*((name, index) for index, name in enumerate(names[::-1])), ("layouts", dict), ("plan", Plan.empty)])
+    put(held, [object() for _ in names])
+    first = held.layouts
+    values = [object() for _ in names]
+    put(held, values)
+    assert [getattr(held, name) for name in names[::-1]] == values
+    assert (held.layouts, held.plan) == ({}, None)
+    assert held.layouts is not first
+
+
+def test_compiled_writer_sets_from_left_to_right_and_stops_at_an_error() -> None:
+    """It goes through the metadata's own ``__setattr__``, whatever that does."""
+    fuse = Fuse()
+    metadata = Metadata(fuse)
+    fuse.arm("set b")
+    with pytest.raises(Injected):
+        writer([("a", 0), ("b", 1), ("c", 2)])(metadata, (1, 2, 3))
+    assert fuse.passed == ["set a", "set b"]
+    assert reader(["a"])(metadata) == (1,)

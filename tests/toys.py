@@ -14,6 +14,8 @@ import torch
 from attrs import define, field, frozen
 
 from specfsm.backends.backend import Backend, Sizes
+from specfsm.backends.deepseek_v4 import DeepSeekV4
+from specfsm.backends.dsa import DSA
 from specfsm.backends.flash_mla import FlashMLA
 from specfsm.backends.resource import (
     Alias,
@@ -41,7 +43,10 @@ SIZES = Sizes(max_sequences=5, max_tokens=16, max_draft_len=3)
 
 
 class Manager:
-    """A KV manager over a host table: allocates slots in order, and says where each request's row lies."""
+    """A KV manager over a host table: allocates slots in order, and says where each request's row lies.
+
+    It has a sliding window too: one type, in pool 0, a page of each plane in each layer.
+    """
 
     def __init__(self, geometry: Geometry, rows: int = 6, base_address: int = 0x1000) -> None:
         self.geometry = geometry
@@ -53,6 +58,19 @@ class Manager:
         self.slots: dict[int, list[int]] = {}
         self.row_of: dict[int, int] = {}
         self.free = list(range(geometry.blocks_in_primary_pool))
+        layers = range(geometry.num_layers)
+        self.sliding_pools = [[0] for _ in layers]
+        self.sliding_scales = [[geometry.pages_per_slot] for _ in layers]
+        self.sliding_offsets = [layer * geometry.kv_factor for layer in layers]
+        self.sparse_pointers = {1: base_address, 4: base_address + 0x400}
+        self.window_pointers = {layer: base_address + layer for layer in layers}
+        self.compressed_pointers = {layer: base_address + 0x400 + layer for layer in layers}
+        self.sliding_base = torch.full(shape, -1, dtype=torch.int32)
+
+    def compute_sliding_base(self, request_ids: Sequence[int]) -> torch.Tensor:
+        self.arrange(request_ids)
+        slots = self.host_block_offsets.div(self.geometry.index_scale, rounding_mode="floor")
+        return self.sliding_base.copy_(slots.clamp(min=-1))
 
     def allocate(self, request: int, blocks: int = 1) -> None:
         """Give a request more blocks, and note it in the table."""
@@ -236,6 +254,8 @@ BACKENDS: dict[str, Flavour] = {
     "toy": Flavour(Toy),
     "trtllm": Flavour(Trtllm),
     "flash_mla": Flavour(FlashMLA, kv_factor=1),
+    "dsa": Flavour(DSA),
+    "deepseek_v4": Flavour(DeepSeekV4),
 }
 """Every suite that takes a backend runs over these."""
 
@@ -514,7 +534,7 @@ def snapshot(fsm: Orchestrator) -> Snapshot:
         for place, (name, value) in enumerate(zip(ledger.names, binding.values, strict=True)):
             objects[f"{name} [{domain}]"] = value
             lent = domain is TARGET and place in fsm.switch.shared  # the draft's contents; the target's are saved
-            if isinstance(fsm.backend.resources[place], Buffer) and not lent:
+            if isinstance(fsm.backend.resources[place], Buffer) and binding.present[place] and not lent:
                 contents[f"{name} [{domain}]"] = value.clone()
     objects |= {f"saved {ledger.names[place]}": saved for place, saved in fsm.switch.shared.items()}
     for index, original in enumerate(fsm.switch.originals or ()):
@@ -532,5 +552,5 @@ def buffers(fsm: Orchestrator, domain: Domain) -> dict[str, torch.Tensor]:
     return {
         resource.name: value.clone()
         for resource, value in zip(fsm.backend.resources, binding.values, strict=True)
-        if isinstance(resource, Buffer)
+        if isinstance(resource, Buffer) and domain in resource.domains
     }

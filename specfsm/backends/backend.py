@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -244,6 +245,15 @@ def _attributes_are_unique(backend: Backend) -> Iterator[str]:
             yield f"the attribute {attribute} carries {count} resources"
 
 
+def _attributes_are_names(backend: Backend) -> Iterator[str]:
+    """The exchange of the attributes is compiled from their names."""
+    for resource in backend.resources:
+        twin = resource.twin if isinstance(resource, Table) else None
+        for attribute in (*resource.attributes, *((twin,) if twin is not None else ())):
+            if not attribute.isidentifier() or iskeyword(attribute):
+                yield f"{resource.name} is carried by {attribute!r}, which cannot be an attribute's name"
+
+
 def _actions_are_declared(backend: Backend) -> Iterator[str]:
     for resource in backend.resources:
         row = ACTIONS.get(type(resource))
@@ -349,6 +359,7 @@ def _one_launch_suffices(backend: Backend) -> Iterator[str]:
 CHECKS: tuple[Callable[[Backend], Iterator[str]], ...] = (
     _names_are_unique,
     _attributes_are_unique,
+    _attributes_are_names,
     _actions_are_declared,
     _reads_exist,
     _something_is_read,

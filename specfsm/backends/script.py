@@ -9,6 +9,7 @@ from attrs import frozen
 
 from specfsm.backends.binding import Binding
 from specfsm.backends.resource import Action, Alias, Buffer, Path, Pointer
+from specfsm.domain import Domain
 
 __all__ = ["Script", "script"]
 
@@ -31,6 +32,7 @@ class Script:
         cleared: mask of `clears`.
         baked: mask of what a recording takes as a Python value, which must be fresh before it.
         refused: mask of what cannot take this path at all.
+        idle: (domain, nothing refreshed, what is proven not to need it), for the trace of an event with nothing stale.
         missing: mask of what does *not* follow the switch because its action was dropped (fault injection).
     """
 
@@ -44,6 +46,7 @@ class Script:
     baked: int
     refused: int
     missing: int
+    idle: tuple[Domain, int, int]
 
 
 def script(binding: Binding, path: Path, drop: int) -> Script:
@@ -56,12 +59,14 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
     rebinds: list[tuple[str, int, bool]] = []
     clears: list[tuple[str, int, Callable[[], Any]]] = []
     shared: list[int] = []
-    refreshable = recorded = required = cleared = baked = refused = missing = 0
+    refreshable = recorded = required = cleared = baked = refused = missing = lazy = 0
     for place, resource in enumerate(binding.backend.resources):
         actions = set(resource.actions(path)) if binding.present[place] else set()
         bit, dropped = 1 << place, bool(drop >> place & 1)
         if actions:
             required |= bit
+        if resource.lazy:
+            lazy |= bit
         remade = Action.RECORDED in actions and resource.lazy
         if (actions & REFRESHES or remade) and not dropped:
             refreshable |= bit
@@ -84,5 +89,15 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
         if actions & {Action.SNAPSHOT, Action.COPY_BACK} and not missing & bit:
             shared.append(place)
     return Script(
-        tuple(rebinds), tuple(clears), tuple(shared), refreshable, recorded, required, cleared, baked, refused, missing
+        tuple(rebinds),
+        tuple(clears),
+        tuple(shared),
+        refreshable,
+        recorded,
+        required,
+        cleared,
+        baked,
+        refused,
+        missing,
+        idle=(binding.domain, 0, refreshable & ~lazy),
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, define, field
 
+from specfsm.backends import BACKENDS
 from specfsm.domain import Domain, RowOrder
 from specfsm.errors import IllegalTransition
 
@@ -59,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     run = parser.add_argument_group("decoding")
     run.add_argument(
-        "--backend", default="trtllm", metavar="NAME", help="attention backend: trtllm or flash_mla (%(default)s)"
+        "--backend",
+        default="trtllm",
+        metavar="NAME",
+        help=f"attention backend: {', '.join(BACKENDS)} (%(default)s)",
     )
     run.add_argument("--draft-len", type=int, default=3, metavar="L", help="draft tokens a step (%(default)s)")
     run.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (%(default)s)")

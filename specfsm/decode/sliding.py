@@ -4,6 +4,9 @@ A compressed entry is the mean of the keys, and of the values, of one group of t
 stand in the window's pages, and made anew by every pass that writes a token of its group. It is read only by tokens a
 whole window further on, whose pass found the group's tokens accepted: a rejected token was overwritten by then, and its
 entry with it. So what is read does not depend on how the tokens were batched.
+
+A model that was trained for full attention puts much weight on its first tokens, whatever they are, and writes nonsense
+once they leave its window (arXiv:2309.17453). Where DeepSeek-V4 has a learned sink, the first group is kept as it is.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ def _from(pool: torch.Tensor, address: int) -> torch.Tensor:
 
 
 class SlidingPass(Pass):
-    """Attention over the last `window` tokens, and over the compressed entries of all groups before them."""
+    """Attention over the last `window` tokens, the first `RATIO`, and the compressed entries of what lies between."""
 
     metadata: SlidingMetadata
     window = 128
@@ -117,7 +120,7 @@ class SlidingPass(Pass):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         self._write(layer, key, value)
-        parts = [self._recent(layer)]
+        parts = [self._recent(layer), self._first(layer)]
         if RATIO in self.metadata.sparse_mla_base_ptrs:
             self._compress(layer)
             parts.append(self._distant(layer))
@@ -163,20 +166,27 @@ class SlidingPass(Pass):
         seen &= places[:, None, :] > self.at(self.queries)[:, :, None] - self.window
         return pages[found].flatten(1, 2), pages[found + 1].flatten(1, 2), seen
 
+    def _first(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `_recent`, of the first group, for queries whose window has left it."""
+        pages = self.metadata.kv_cache_manager.pages_at(self.metadata.sparse_mla_base_ptrs[1])
+        places = torch.arange(RATIO, device=self.lens.device)
+        page, offset = self._table(layer)[: len(self.batch), places // self.page], places % self.page
+        seen = places <= self.at(self.queries)[:, :, None] - self.window
+        return pages[page, offset], pages[page + 1, offset], seen
+
     def _compress(self, layer: int) -> None:
         """Make the entry of every group that this pass wrote a token of.
 
-        Each token writes its group's entry from the tokens there are, so that tokens of one group write the same.
+        Each token writes its group's entry from what stands in the page, so that tokens of one group write the same. An
+        entry of a group that is not whole yet is made too, and not read.
         """
         metadata, manager = self.metadata, self.metadata.kv_cache_manager
         pages = manager.pages_at(metadata.sparse_mla_base_ptrs[1])
         entries = manager.entries_at(metadata.compressed_buffer_ptrs[layer])[0]
         group = self.positions // RATIO * RATIO
         members = group[:, None] + torch.arange(RATIO, device=group.device)
-        known = members < self.lens[self.rows, None]
         page, offset = self._table(layer)[self.rows, self.block, None], members % self.page
-        share = known / known.sum(1, keepdim=True)
-        planes = [torch.einsum("tm,tmgd->tgd", share, pages[page + plane, offset].float()) for plane in (0, 1)]
+        planes = [pages[page + plane, offset].float().mean(1) for plane in (0, 1)]
         slots = metadata.compress_block_tables4[self.rows, self.block].long()
         entries[slots, self.offset // RATIO] = torch.stack(planes, dim=1).to(entries.dtype)
 
@@ -186,5 +196,5 @@ class SlidingPass(Pass):
         table = self.metadata.compress_block_tables4[: len(self.batch), : self.blocks].long()
         found = entries[table.clamp(min=0)].flatten(1, 2)
         last = torch.arange(found.shape[1], device=found.device) * RATIO + RATIO - 1
-        seen = last <= self.at(self.queries)[:, :, None] - self.window
+        seen = (last <= self.at(self.queries)[:, :, None] - self.window) & (last >= RATIO)  # the first is seen as it is
         return found[:, :, 0], found[:, :, 1], seen

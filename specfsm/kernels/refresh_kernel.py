@@ -81,7 +81,8 @@ def _slot(plane: tl.tensor, pool: tl.tensor, row: tl.tensor, block: tl.tensor, S
 
     lens = tl.load(plane + LENS)
     length = tl.load(_integers(lens) + row, mask=in_batch & (lens != 0), other=0)
-    cut = (lens != 0) & (block.to(tl.int64) * tl.load(plane + PAGE) >= length)
+    last = tl.where(length > 0, (length - 1) // tl.load(plane + PAGE).to(tl.int32), -1)  # once a row
+    cut = (lens != 0) & (block > last)
 
     # entry // divisor through its reciprocal, in 3 instructions instead of some 25: see `reciprocal`.
     twice = entry.to(tl.uint32, bitcast=True) << 1
@@ -104,11 +105,10 @@ def _fill_table(
     block = _multiple(block0, NUM_BLOCKS) + tl.arange(0, NUM_BLOCKS)[None, :]
     slot = _slot(plane, _scalar_at(tl.load(plane + POOL_AT), 0), row, block, STEP)
 
-    # int64 until the store, whose dtype the launcher has shown to hold the value of every slot.
-    scale = tl.load(plane + SCALE) + _scalar_at(tl.load(plane + SCALE_AT), 0)
-    offset = tl.load(plane + OFFSET) + _scalar_at(tl.load(plane + OFFSET_AT), 0)
-    place = slot.to(tl.int64) * scale + offset
-    value = tl.where(slot < 0, tl.load(plane + SENTINEL), place).to(tl.int32)
+    # int32 throughout: the launcher has shown that the value of every slot fits, and products wrap to the same bits.
+    scale = (tl.load(plane + SCALE) + _scalar_at(tl.load(plane + SCALE_AT), 0)).to(tl.int32)
+    offset = (tl.load(plane + OFFSET) + _scalar_at(tl.load(plane + OFFSET_AT), 0)).to(tl.int32)
+    value = tl.where(slot < 0, tl.load(plane + SENTINEL).to(tl.int32), slot * scale + offset)
 
     inside = (row < tl.load(plane + BATCH)) & (block < _multiple(tl.load(plane + WIDTH), STEP))
     out = _integers(tl.load(plane + OUT)) + row * tl.load(plane + OUT_STRIDE) + block

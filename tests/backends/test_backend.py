@@ -71,6 +71,12 @@ BROKEN: dict[str, list[tuple[tuple[Resource, ...], str]]] = {
         ((table(), table("second", twin="table")), "the attribute table carries 2 resources"),
         ((staged(host_attribute="staged"),), "the attribute staged carries 2 resources"),
     ],
+    "_attributes_are_names": [
+        ((table("kv lens"),), "kv lens is carried by 'kv lens', which cannot be an attribute's name"),
+        ((table(attribute="class"),), "table is carried by 'class', which cannot be an attribute's name"),
+        ((table(twin="draft.table"),), "table is carried by 'draft.table'"),
+        ((staged(host_attribute="a, b"),), "staged is carried by 'a, b'"),
+    ],
     "_actions_are_declared": [
         ((Gadget("gadget", reads=("blocks",)),), "gadget is of the kind Gadget, for which ACTIONS says nothing"),
     ],
@@ -204,7 +210,8 @@ def test_allocated_metadata_is_what_the_backend_declares(name: str) -> None:
     for resource in made.resources:
         if not isinstance(resource, Table) or resource.attribute is None:
             continue
-        for domain, attribute in ((TARGET, resource.attribute), (DRAFT, resource.twin)):
+        for domain in resource.domains:
+            attribute = resource.attribute if domain is TARGET else resource.twin
             buffer = getattr(metadata, attribute)
             assert tuple(buffer.shape) == shape_in(resource, SIZES.axes(managers[domain]))
             assert str(buffer.dtype) == f"torch.{resource.dtype}"

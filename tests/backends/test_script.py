@@ -21,11 +21,13 @@ def test_script_is_what_actions_say(backend: str, path: Path) -> None:
     """Each mask holds the resources whose kind takes such an action on the path, and no others."""
     fsm = world(backend).fsm
     steps = script(fsm.bindings[DRAFT], path, 0)
-    taken = [set(resource.actions(path)) for resource in fsm.backend.resources]
+    taken = [set(resource.actions(path)) if DRAFT in resource.domains else set() for resource in fsm.backend.resources]
 
     def having(*actions: Action) -> list[int]:
         return [place for place, each in enumerate(taken) if each & set(actions)]
 
+    device = [p for p, each in enumerate(fsm.backend.resources) if getattr(each, "on_device", False)]
+    assert list(bits(steps.recorded)) == [p for p in having(Action.RECORDED) if p in device]
     lazily_recorded = [p for p in having(Action.RECORDED) if fsm.backend.resources[p].lazy]
     refreshed = having(Action.REFRESH, Action.DERIVE, Action.INVALIDATE, Action.DROP)
     assert list(bits(steps.refreshable)) == sorted({*refreshed, *lazily_recorded})
@@ -37,7 +39,9 @@ def test_script_is_what_actions_say(backend: str, path: Path) -> None:
         attributes = [name for place in switched for name in fsm.backend.resources[place].attributes]
         assert [name for name, *_ in steps.rebinds] == attributes
         assert list(steps.shared) == having(Action.SNAPSHOT, Action.COPY_BACK)
-        assert list(bits(steps.cleared)) == [p for p in range(len(taken)) if fsm.backend.resources[p].lazy]
+        assert list(bits(steps.cleared)) == [
+            p for p, each in enumerate(taken) if each and fsm.backend.resources[p].lazy
+        ]
     else:
         assert (steps.rebinds, steps.clears, steps.shared) == ((), (), ()), "the domain is active already"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specfsm.decode.attention import ATTENTION
+from specfsm.decode.attention import ATTENTION, FLAVOURS
 from specfsm.decode.cache import PagedKVCache
 from specfsm.decode.head import MTPHead
 from specfsm.decode.loop import DecodeLoop, Emission, Settings
@@ -30,6 +30,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sparse attention that leaves most tokens out, so that what picks them, or stands for them, shows."""
+    for name in SPARSE:
+        flavour = FLAVOURS[name]
+        made = type("Narrow", (flavour.forward_pass,), {"top_k": 4, "window": 4})
+        monkeypatch.setitem(FLAVOURS, name, evolve(flavour, forward_pass=made))
+
+
+SPARSE = ("dsa", "deepseek_v4")
 
 
 # Models.
