@@ -99,7 +99,7 @@ class Tile:
     tokens: int
 
 
-COMPILED_TILE = Tile(16, 128, 256)
+COMPILED_TILE = Tile(8, 128, 256)
 INTERPRETED_TILE = Tile(64, 128, 4096)  # the interpreter's cost is the number of programs
 
 
