@@ -189,7 +189,7 @@ def run(document: str, namespace: dict[str, Any]) -> int:
     """Execute the Python blocks of a document in order; compare what each prints with the text block after it."""
     fenced = blocks((ROOT / document).read_text())
     ran = 0
-    for block, following in zip(fenced, [*fenced[1:], None], strict=True):
+    for block, following in zip(fenced, [*fenced, None][1:], strict=True):
         if block.info != "python":
             continue
         printed = io.StringIO()
