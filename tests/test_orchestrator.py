@@ -586,13 +586,17 @@ def test_resource_of_one_domain_has_no_value_in_the_other() -> None:
     only = Table(
         "mask", reads=("batch",), dtype="int32", shape=("S",), domains=(TARGET,), refresh=lambda view, buffer: buffer
     )
-    at = world(Backend("target_only", (*RESOURCES, only), {"adapter": "the adapter"}))
+    scale = Pointer("scale", reads=("adapter",), of=lambda view: 1.0, domains=(TARGET,))
+    at = world(Backend("target_only", (*RESOURCES, only, scale), {"adapter": "the adapter"}))
     at.prepare()
     mask = at.metadata.mask
     with at.fsm.draft_forward():
         assert at.metadata.mask is mask
+        at.fsm.publish("scale", 2.0, TARGET)
+        assert at.metadata.scale == 2.0
         with pytest.raises(KeyError, match="mask does not exist in the draft's cache"):
             at.fsm.value("mask")
+    assert at.metadata.scale == 2.0, "no switch took it away, so none gives back an older one"
     assert not hasattr(at.metadata, "draft_mask")
 
 
@@ -619,8 +623,11 @@ def declining(name: str) -> Backend:
 def test_refresh_that_returns_nothing_is_refused(name: str) -> None:
     """It wrote nothing, so its resource is as stale as before, and its readers were not refreshed from it."""
     at = world(declining(name))
+    at.fsm.announce(BATCH)
+    was = snapshot(at.fsm)
     with pytest.raises(RefreshDeclined) as caught:
         at.prepare()
+    assert [line for line in was.differences(snapshot(at.fsm)) if not line.endswith("has other contents")] == []
     assert (caught.value.resource, caught.value.domain) == (name, TARGET)
     assert "its refresh ran and returned nothing (declined)" in str(caught.value)
     assert at.fsm.state is Phase.IDLE

@@ -228,10 +228,11 @@ class Session:
                 f"--break takes RESOURCE, draft:RESOURCE or target:RESOURCE, not {self.arguments.broken!r}"
             )
         try:
-            FLAVOURS[self.arguments.backend].backend().resource(name)
+            declared = FLAVOURS[self.arguments.backend].backend().resource(name)
         except KeyError as error:
             raise DecodeError(str(error.args[0])) from error
-        return name, Domain[(domain or "draft").upper()]
+        default = Domain.DRAFT if Domain.DRAFT in declared.domains else Domain.TARGET
+        return name, Domain[domain.upper()] if domain else default
 
     def _require_trace_file(self) -> None:
         """Before anything is decoded."""

@@ -115,10 +115,10 @@ BROKEN: dict[str, list[tuple[tuple[Resource, ...], str]]] = {
         (gathered(reads=("base",)), "table's recipe uses rows, which it does not declare in reads"),
     ],
     "_address_spaces_agree": [
-        (gathered(base=None), "table reads base as entrys, but it holds no address space"),
-        (gathered(base=ROWS), "table reads base as entrys, but it holds kv/row"),
-        (gathered(space=None), "table's recipe writes slots, but it declares no address space"),
-        (gathered(space=ENTRIES), "table's recipe writes slots, but it declares kv/entry"),
+        (gathered(base=None), "table reads base counted in entry, but it holds no address space"),
+        (gathered(base=ROWS), "table reads base counted in entry, but it holds kv/row"),
+        (gathered(space=None), "table's recipe writes units of slot, but it declares no address space"),
+        (gathered(space=ENTRIES), "table's recipe writes units of slot, but it declares kv/entry"),
     ],
     "_one_launch_suffices": [
         (

@@ -178,7 +178,7 @@ def test_raw_block_ids_cannot_be_declared_as_its_source() -> None:
     ids = AddressSpace("window", Unit.BLOCK)
     resources = [attrs.evolve(r, space=ids) if r.name == "sliding_base" else r for r in DeepSeekV4().resources]
     with pytest.raises(
-        IncompleteBackend, match="sliding_block_tables reads sliding_base as entrys, but it holds window"
+        IncompleteBackend, match="sliding_block_tables reads sliding_base counted in entry, but it holds window"
     ):
         Backend("deepseek_v4", tuple(resources))
 
