@@ -70,7 +70,7 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
         remade = Action.RECORDED in actions and resource.lazy
         if (actions & REFRESHES or remade) and not dropped:
             refreshable |= bit
-        if Action.RECORDED in actions and isinstance(resource, Buffer) and resource.on_device:
+        if Action.RECORDED in actions and isinstance(resource, Buffer) and resource.on_device and not dropped:
             recorded |= bit
         if Action.REFUSED in actions:
             refused |= bit

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specfsm.backends.backend import Backend
-from specfsm.backends.resource import Table
+from specfsm.backends.resource import DomainView, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.states.resource import bits
@@ -93,3 +93,15 @@ def test_view_follows_the_batch() -> None:
     binding.see(BATCH)
     assert binding.batch is BATCH is binding.view.batch
     assert binding.manager is binding.view.manager
+
+
+def test_view_shows_what_resources_are_in_its_domain() -> None:
+    """A device-side refresh reads its producers there; a view of nothing says so."""
+    at = world()
+    for binding in at.fsm.bindings:
+        assert binding.view.value("rows") is at.fsm.value("rows", binding.domain)
+        binding.see(BATCH)
+        assert binding.view.value("rows") is at.fsm.value("rows", binding.domain)
+    view = binding.view
+    with pytest.raises(KeyError, match="rows: this view is of no bound backend"):
+        DomainView(view.domain, view.manager, view.geometry, None, view.axes).value("rows")

@@ -127,6 +127,27 @@ def test_recorded_draft_step_is_derived_from_what_the_graph_wrote() -> None:
     }
 
 
+@pytest.mark.parametrize("name", sorted(IN_GRAPH))
+def test_refresh_left_out_of_a_graph_is_refused_when_it_is_recorded(name: str) -> None:
+    """Its second pass would run on the slots, or the rows, of the first."""
+    first, second = Batch(REQUESTS, (5, 5, 5), (2, 2, 2)), Batch(REQUESTS, (6, 6, 6), (1, 1, 1))
+    at = steady()
+    at.round_trip(first)
+    at.prepare(first)
+    at.fsm.switch.leave_out((0, at.fsm.ledger.mask([name])))
+
+    def record() -> None:
+        with at.fsm.record("steps"), at.fsm.draft_forward(first):
+            at.fsm.announce(second)
+            for written in ("kv_lens_cuda", "_seq_lens_cuda"):
+                at.fsm.publish(written, at.fsm.value(written))
+            at.fsm.draft_step(second)
+
+    with pytest.raises(StaleResource) as caught:
+        record()
+    assert (caught.value.resource, caught.value.domain) == (name, DRAFT)
+
+
 def test_schedule_does_not_outlive_lengths_that_moved_on_the_device() -> None:
     """No input moved: the engine corrected the lengths, and said so."""
     at = steady()

@@ -71,4 +71,6 @@ def test_recipes_that_a_graph_refreshes_are_recorded() -> None:
     fsm = world(Backend("toy", by_graph, {"adapter": "the adapter"})).fsm
     steps = script(fsm.bindings[DRAFT], Path.RECORDING, 0)
     assert [fsm.ledger.names[place] for place in bits(steps.recorded)] == ["block_table"]
+    lacking = script(fsm.bindings[DRAFT], Path.RECORDING, fsm.ledger.mask(["block_table"]))
+    assert lacking.recorded == 0
     assert [fsm.ledger.names[place] for place in bits(steps.baked)] == ["manager_ref"]

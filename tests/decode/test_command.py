@@ -15,6 +15,7 @@ from specfsm.cli import main
 from specfsm.decode import loop, verify, weights
 from specfsm.decode.attention import FLAVOURS
 from specfsm.decode.train import tiny_target
+from specfsm.domain import Domain
 from tests.decode.conftest import llama
 
 BACKENDS = tuple(FLAVOURS)
@@ -166,16 +167,24 @@ def test_a_difference_is_exit_code_1(decode: Decode, capsys: Capture, monkeypatc
     assert json.loads(capsys.readouterr().out)["verified"] is False
 
 
-DROPS = [(backend, resource.name) for backend in BACKENDS for resource in FLAVOURS[backend].backend().resources]
+DROPS = [
+    (backend, resource.name, resource.domains[-1])
+    for backend in BACKENDS
+    for resource in FLAVOURS[backend].backend().resources
+]
+REFUSED = {
+    Domain.TARGET: "IDLE --target_prepare--> TARGET_PREPARE",
+    Domain.DRAFT: "TARGET_PREPARE --draft_forward--> DRAFT_FORWARD",
+}
 
 
-@pytest.mark.parametrize(("backend", "resource"), DROPS)
-def test_break_is_exit_code_3(decode: Decode, capsys: Capture, backend: str, resource: str) -> None:
+@pytest.mark.parametrize(("backend", "resource", "domain"), DROPS)
+def test_break_is_exit_code_3(decode: Decode, capsys: Capture, backend: str, resource: str, domain: Domain) -> None:
     """The whole StaleResource message: the transition, the resource and cache, what moved, and what would mend it."""
     assert decode("hello", "--backend", backend, "--break", resource) == 3
     err = capsys.readouterr().err
-    assert "StaleResource: TARGET_PREPARE --draft_forward--> DRAFT_FORWARD refused" in err
-    assert f"  {backend}.{resource} [draft] " in err
+    assert f"StaleResource: {REFUSED[domain]} refused" in err
+    assert f"  {backend}.{resource} [{domain}] " in err
     assert "  to mend: " in err
     assert "Traceback" not in err
 

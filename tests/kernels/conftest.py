@@ -60,7 +60,7 @@ def recipes_of(geometry: Geometry) -> dict[str, Recipe]:
         "tokens": GatherTable(base="base", rows="rows", unit=Unit.TOKEN, sentinel=-9),
         "pages": GatherTable(base="base", rows="rows", unit=Unit.PAGE, planes=True),
         "cut_pages": GatherTable(base="base", rows="rows", unit=Unit.PAGE, lens="lens", sentinel=3),
-        "expanded": ExpandRows(table="cut", times=3),
+        "expanded": ExpandRows(table="cut"),
         "fp8": SlotMapping(table="slots", **mapping, data_bytes=128, scale_bytes=4, part="data"),
         "fp8_scale": SlotMapping(table="slots", **mapping, data_bytes=128, scale_bytes=4, part="scale"),
         "fp4": SlotMapping(table="cut", **mapping, data_bytes=64, scale_bytes=4, part="data", sentinel=-5),

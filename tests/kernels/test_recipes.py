@@ -165,6 +165,23 @@ def test_geometries_that_the_outputs_cannot_hold(build: Any, geometry: Geometry,
         validate_bindings(case.recipes, case.tensors, geometry)
 
 
+@pytest.mark.parametrize("engine", ["reference", "triton"])
+def test_rows_are_repeated_as_often_as_said_or_as_the_output_has_room_for(build: Any, engine: Any) -> None:
+    case = build(GEOMETRY)
+    found = []
+    for times in (None, 3):
+        case.poison()
+        recipes = case.recipes | {"expanded": ExpandRows(table="cut", times=times)}
+        RefreshLaunch(recipes, case.tensors, GEOMETRY, engine=engine)()
+        found.append(case.tensors["expanded"].clone())
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="'expanded' has shape .*, but axis 0 of out int32 .S x 2, B. must be"):
+        validate_bindings(case.recipes | {"expanded": ExpandRows(table="cut", times=2)}, case.tensors, GEOMETRY)
+    uneven = case.tensors | {"expanded": torch.zeros(case.tensors["rows"].shape[0] * 3 - 1, 4, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="axis 0 of out int32 .S x n, B. must be"):
+        validate_bindings(case.recipes, uneven, GEOMETRY)
+
+
 def test_slot_mappings_that_int64_cannot_hold(build: Any) -> None:
     case = build(GEOMETRY)
     wide = attrs.evolve(case.recipes["fp8"], data_bytes=2**60)

@@ -155,6 +155,17 @@ def test_refreshing_a_producer_makes_its_readers_stale() -> None:
     assert [name for name in READS if book.state(TARGET, name) is Freshness.STALE] == ["table", "mapping"]
 
 
+def test_refreshing_a_producer_leaves_alone_what_is_not_bound() -> None:
+    """A plan that was dropped in the same transition as its producer was refreshed is not stale: there is none."""
+    book = ledger()
+    for place in range(len(READS)):
+        book.bind(TARGET, place)
+    book.unbind(TARGET, book.mask(["mapping"]))
+    book.publish(TARGET, book.mask(["base", "table"]))
+    assert book.state(TARGET, "mapping") is Freshness.UNBOUND
+    assert not book.stale[TARGET] & book.mask(["mapping"])
+
+
 def test_binding_makes_views_and_their_readers_stale() -> None:
     """A view follows the binding of what it views; its readers follow the view."""
     book = Ledger(("batch",), {"rows": ("batch",), "live": ("batch",), "plan": ("live",)}, {"live": ("rows",)})
