@@ -175,10 +175,10 @@ def test_rows_are_repeated_as_often_as_said_or_as_the_output_has_room_for(build:
         RefreshLaunch(recipes, case.tensors, GEOMETRY, engine=engine)()
         found.append(case.tensors["expanded"].clone())
     assert torch.equal(*found)
-    with pytest.raises(ValueError, match="'expanded' has shape .*, but axis 0 of out int32 .S x 2, B. must be"):
+    with pytest.raises(ValueError, match=r"'expanded' has shape .*, but axis 0 of out int32 .S x 2, B. must be"):
         validate_bindings(case.recipes | {"expanded": ExpandRows(table="cut", times=2)}, case.tensors, GEOMETRY)
     uneven = case.tensors | {"expanded": torch.zeros(case.tensors["rows"].shape[0] * 3 - 1, 4, dtype=torch.int32)}
-    with pytest.raises(ValueError, match="axis 0 of out int32 .S x n, B. must be"):
+    with pytest.raises(ValueError, match=r"axis 0 of out int32 .S x n, B. must be"):
         validate_bindings(case.recipes, uneven, GEOMETRY)
 
 
