@@ -71,7 +71,6 @@ WRONG_TENSORS: dict[str, tuple[str, Any, type[Exception], str]] = {
     ),
     "tokens": ("back", torch.zeros(4, dtype=torch.int32), ValueError, "T=11 in requests 'requests'"),
     "pools": ("pages", torch.zeros(2, 5, 2, 7, dtype=torch.int32), ValueError, "P=1 in base 'base'"),
-    "expanded": ("expanded", torch.zeros(5, 8, dtype=torch.int32), ValueError, r"S x 3.*must be 15, because S=5"),
     "layers": ("offsets", torch.zeros(2, dtype=torch.int32), ValueError, "L=3 in pools 'pools'"),
     "strides": ("cut", _view(7, 5), ValueError, r"last axis of out int32 \[S, B\] must be contiguous"),
     "device": (
