@@ -34,6 +34,8 @@ class Binding:
     Attributes:
         values: by place, what a switch puts on the metadata: buffers, references, views; None where none is made yet.
         hosts: by place, the host half of a Staged that was filled last.
+        side: the domain as an index.
+        generation, blocks_version: the manager's, when it was last looked at; -1 before.
 
     Raises:
         UnknownMetadata: an attribute is missing, or a buffer has not the declared dtype or shape.
@@ -51,12 +53,14 @@ class Binding:
     ) -> None:
         self.backend = backend
         self.domain = domain
+        self.side = int(domain)
         self.places = {resource.name: place for place, resource in enumerate(backend.resources)}
         self.view = DomainView(domain, manager, manager.geometry, None, axes, self._value)
         self.present = [domain in resource.domains for resource in backend.resources]
         self.values: list[Any] = [None] * len(backend.resources)
         self.rings: dict[int, StagingRing] = {}
         self.hosts: dict[int, torch.Tensor] = {}
+        self.generation = self.blocks_version = -1
         backend.require_manager(domain, manager)
         offenders = self._bind_buffers(metadata, device, event)
         if offenders:
