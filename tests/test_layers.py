@@ -21,7 +21,7 @@ LAYERS = (
     ("kernels",),
     ("backends",),
     ("graph", "switch", "verify", "trace", "explain", "orchestrator"),
-    ("decode", "testing"),
+    ("decode",),
     ("cli",),
 )
 """Each may import its own layer and the ones before it."""

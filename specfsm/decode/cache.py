@@ -80,9 +80,10 @@ class PagedKVCache:
         pinned = torch.device(device).type == "cuda"
         shape = (1, max_requests, g.kv_factor, g.max_blocks_per_seq)
         self.host_block_offsets = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
-        self._free_slots = list(range(g.blocks_in_primary_pool))
+        # Page 0 goes last, so that a table of zeros, which nobody wrote, does not show the right page by luck.
+        self._free_slots = [*range(1, g.blocks_in_primary_pool), 0]
         self._free_host = list(range(host_blocks))
-        self._free_ids = list(range(g.blocks_in_primary_pool + host_blocks))
+        self._free_ids = [*self._free_slots, *range(g.blocks_in_primary_pool, g.blocks_in_primary_pool + host_blocks)]
         self._free_rows = list(range(max_requests))
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
