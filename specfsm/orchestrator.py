@@ -177,6 +177,9 @@ class Orchestrator:
         self._made = self._lazy | self.ledger.mask(
             each.name for each in resources if isinstance(each, Pointer | Alias) or len(each.attributes) > 1
         )
+        self._pointers = self.ledger.mask(
+            each.name for each in resources if isinstance(each, Pointer) and {*each.reads} <= {*self.backend.inputs}
+        )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
         self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
@@ -402,7 +405,13 @@ class Orchestrator:
         self.switch.carry(self.switch.active, 1 << place)
 
     def bind(self, resource: str, tensor: torch.Tensor, domain: Domain | None = None) -> None:
-        """Take another buffer for `resource` from now on. It is stale until refreshed."""
+        """Take another buffer for `resource` from now on. It is stale until refreshed.
+
+        Raises:
+            IllegalTransition: a graph is being recorded: what it captured so far has the old address.
+        """
+        if self.recording is not None:
+            raise IllegalTransition(self.machine.state, "bind", legal=PHASE.legal(self.machine.state))
         binding, place = self._place(resource, domain)
         # A shared buffer is one: whichever domain binds it, both hold the new one.
         shared = isinstance(self.backend.resources[place], Shared)
@@ -489,6 +498,8 @@ class Orchestrator:
             contract.admit(self, row.event, batch)
         if graph is not None and self.check:
             require_contract(self, row.move, graph, batch)
+            if binding is not self.switch.target:
+                self._require_target_of(graph, row.move)
         if self.check >= TENSORS and path is not None and not self.guard and self.recording is None:
             require_untampered(self, row.move, binding)
 
@@ -519,11 +530,13 @@ class Orchestrator:
             return domain, 0, 0
         written = 0
         if row.refreshes and not self.guard:
-            stale = self.ledger.stale[domain] & steps.refreshable
+            refreshable = steps.refreshable
             if graph is not None:
-                stale &= ~graph.made[domain]
+                refreshable &= ~graph.made[domain]
+                written = self._refresh_baked(row.move, binding, self.ledger.stale[domain] & refreshable, graph)
+            stale = self.ledger.stale[domain] & refreshable
             if stale:
-                written = self._refresh(binding, stale)
+                written |= self._refresh(binding, stale)
         if self.check:
             self._verify(row, binding, steps, entered, graph)
         if graph is not None:
@@ -615,6 +628,17 @@ class Orchestrator:
             self.switch.carry(binding, written & self._made)
         return written
 
+    def _refresh_baked(self, move: Move, binding: Binding, stale: int, graph: Graph) -> int:
+        """Values before buffers: one that the graph baked in, and that is another now, refuses it before any is
+        written."""
+        values = stale & self._pointers
+        if not values:
+            return 0
+        written = self._refresh(binding, values)
+        if self.check:
+            require_contract(self, move, graph, binding.batch)
+        return written
+
     def _verify(self, row: _Row, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
         """Step 5: every requirement of the row."""
         missing = steps.missing if entered else 0
@@ -627,7 +651,6 @@ class Orchestrator:
             stale = self.ledger.stale[domain] & steps.required
             if graph is not None:
                 stale &= graph.needs(domain)
-                self._verify_target_of(graph, row.move)
             if self.guard:
                 stale &= ~self._kept
                 if binding is not self.switch.target:
@@ -635,9 +658,12 @@ class Orchestrator:
         if stale or missing:
             raise staleness(self, row.move, binding, stale, missing)
 
-    def _verify_target_of(self, graph: Graph, move: Move) -> None:
-        """A graph that holds the target's forward too reads both caches."""
-        stale = self.ledger.stale[TARGET] & graph.needs(TARGET) & ~self._lazy
+    def _require_target_of(self, graph: Graph, move: Move) -> None:
+        """A graph that holds the target's forward too reads both caches, and a replay refreshes the draft's only."""
+        if graph.reads[TARGET]:
+            self._pull(self.switch.target)
+        excused = self._lazy | (self._kept if self.guard else 0)
+        stale = self.ledger.stale[TARGET] & graph.needs(TARGET) & ~excused
         if stale:
             raise staleness(self, move, self.switch.target, stale, 0)
 
