@@ -184,6 +184,9 @@ class Orchestrator:
         self._made = self._lazy | self.ledger.mask(
             each.name for each in resources if isinstance(each, Pointer | Alias) or len(each.attributes) > 1
         )
+        self._pointers = self.ledger.mask(
+            each.name for each in resources if isinstance(each, Pointer) and {*each.reads} <= {*self.backend.inputs}
+        )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
         self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
@@ -410,7 +413,13 @@ class Orchestrator:
         self.switch.carry(self.switch.active, 1 << place)
 
     def bind(self, resource: str, tensor: torch.Tensor, domain: Domain | None = None) -> None:
-        """Take another buffer for `resource` from now on. It is stale until refreshed."""
+        """Take another buffer for `resource` from now on. It is stale until refreshed.
+
+        Raises:
+            IllegalTransition: a graph is being recorded: what it captured so far has the old address.
+        """
+        if self.recording is not None:
+            raise IllegalTransition(self.machine.state, "bind", legal=PHASE.legal(self.machine.state))
         binding, place = self._place(resource, domain)
         # A shared buffer is one: whichever domain binds it, both hold the new one.
         shared = isinstance(self.backend.resources[place], Shared)
@@ -495,7 +504,7 @@ class Orchestrator:
                     if row.refreshes:
                         work = steps.idle
                         if stale & steps.refreshable and not self.guard:
-                            work = self._refresh(binding, stale & steps.refreshable, steps, graph)
+                            work = self._refresh(row.move, binding, stale & steps.refreshable, steps, graph)
                             stale = self.ledger.stale[side]
                     # 5. Verify.
                     doubts = self._mutated if row.intact else stale & steps.required
@@ -520,6 +529,8 @@ class Orchestrator:
             contract.admit(self, row.event, batch)
         if graph is not None and self.check:
             require_contract(self, row.move, graph, batch)
+            if binding is not self.switch.target:
+                self._require_target_of(graph, row.move)
         if self.check >= TENSORS and row.path is not None and not self.guard and self.recording is None:
             require_untampered(self, row.move, binding)
 
@@ -609,13 +620,24 @@ class Orchestrator:
             self.ledger.move(DRAFT, self.ledger.names[place])
             self._note_versions(self.switch.target, 1 << place)
 
-    def _refresh(self, binding: Binding, stale: int, steps: Script, graph: Graph | None) -> Work:
-        """Step 4: producers before consumers, all tables in one launch."""
-        domain, ledger = binding.domain, self.ledger
+    def _refresh(self, move: Move, binding: Binding, stale: int, steps: Script, graph: Graph | None) -> Work:
+        """Step 4. Before a replay, values first: one that the graph baked in, and that is another now, refuses it
+        before any buffer is written."""
+        domain, written = binding.domain, 0
         if graph is not None:
-            stale &= ~graph.made[domain]
-            if not stale:
-                return steps.idle
+            mine = steps.refreshable & ~graph.made[domain]
+            if stale & mine & self._pointers:
+                written = self._write(binding, stale & mine & self._pointers)
+                if self.check:
+                    require_contract(self, move, graph, binding.batch)
+            stale = self.ledger.stale[domain] & mine
+        if stale:
+            written |= self._write(binding, stale)
+        return (domain, written & ~self._lazy, steps.idle[2] & ~written) if written else steps.idle
+
+    def _write(self, binding: Binding, stale: int) -> int:
+        """Producers before consumers, all tables in one launch; the mask of what was written."""
+        domain, ledger = binding.domain, self.ledger
         self._hold()
         self._attempted |= stale
         written, declined = binding.refresh(stale, ledger)
@@ -624,7 +646,7 @@ class Orchestrator:
         self._stamp(binding, written & ~self._lazy)
         if written & self._made:
             self.switch.carry(binding, written & self._made)
-        return domain, written & ~self._lazy, steps.idle[2] & ~written
+        return written
 
     def _verify(self, row: _Row, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
         """Step 5: every requirement of the row."""
@@ -638,7 +660,6 @@ class Orchestrator:
             stale = self.ledger.stale[domain] & steps.required
             if graph is not None:
                 stale &= graph.needs(domain)
-                self._verify_target_of(graph, row.move)
             if self.guard:
                 stale &= ~self._kept
                 if binding is not self.switch.target:
@@ -646,9 +667,12 @@ class Orchestrator:
         if stale or missing:
             raise staleness(self, row.move, binding, stale, missing)
 
-    def _verify_target_of(self, graph: Graph, move: Move) -> None:
-        """A graph that holds the target's forward too reads both caches."""
-        stale = self.ledger.stale[TARGET] & graph.needs(TARGET) & ~self._lazy
+    def _require_target_of(self, graph: Graph, move: Move) -> None:
+        """A graph that holds the target's forward too reads both caches, and a replay refreshes the draft's only."""
+        if graph.reads[TARGET]:
+            self._pull(self.switch.target)
+        excused = self._lazy | (self._kept if self.guard else 0)
+        stale = self.ledger.stale[TARGET] & graph.needs(TARGET) & ~excused
         if stale:
             raise staleness(self, move, self.switch.target, stale, 0)
 
