@@ -49,22 +49,22 @@ class Cache:
         self.changed: list[int] = []
 
     def reserve(self, tokens: Tensor) -> None:
-        """Make room for so many tokens of each row. `changed` says whose table grew."""
+        """Give each row the pages of so many tokens. `changed` says whose table moved."""
         wanted = (tokens + self.geometry.tokens_per_block - 1) // self.geometry.tokens_per_block
-        self.changed = (wanted > self.reserved).nonzero().flatten().tolist()
+        self.changed = (wanted != self.reserved).nonzero().flatten().tolist()
         for row in self.changed:
             self._write(row, int(wanted[row]))
-        self.reserved = torch.maximum(self.reserved, wanted)
+        self.reserved = wanted
         self.blocks_version += bool(self.changed)
 
     def _write(self, row: int, blocks: int) -> None:
         pages = self._pages[row, :blocks]
-        self.blocks[row, :blocks] = pages
+        self.blocks[row, :blocks], self.blocks[row, blocks:] = pages, 0
+        self.sliding_base[0, row, :, :blocks], self.sliding_base[0, row, :, blocks:] = pages, -1
         for plane in range(self.geometry.kv_factor):
             entries = pages * self.geometry.index_scale + plane
-            self.host_block_offsets[0, row, plane, :blocks] = entries
-            self.upstream_block_offsets[0, row, plane, :blocks] = entries
-            self.sliding_base[0, row, plane, :blocks] = pages
+            for table, padding in ((self.host_block_offsets, -1), (self.upstream_block_offsets, 0)):
+                table[0, row, plane, :blocks], table[0, row, plane, blocks:] = entries, padding
 
     # What `specfsm` asks.
 

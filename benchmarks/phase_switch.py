@@ -115,8 +115,11 @@ class World:
             self.switch()
 
     def advance(self) -> None:
-        """The next step: TOKENS more tokens a request; where no row would cross a page boundary the first one does."""
-        before = self.lens
+        """The next step: TOKENS more tokens a request; where no row would cross a page boundary the first one does.
+
+        Where a row is full, another request took its place, whose prompt is short.
+        """
+        before = torch.where(self.lens < (WIDTH - 1) * PAGE, self.lens, PAGE)
         self.lens = before + TOKENS
         if not ((before - 1) // PAGE < (self.lens - 1) // PAGE).any():
             self.lens[0] = (before[0] - 1) // PAGE * PAGE + PAGE + 1
@@ -518,6 +521,8 @@ GROWTH = 1.5
 def verdicts(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """What was aimed at and what came out, as far as the batches were run."""
     by = {(row.backend, row.batch, row.contender): row for row in rows}
+    if any(row.device is None for row in rows):
+        return []  # the aims are a GPU's
     lines = []
     for backend, contender, other, aim in AIMS:
         row = by.get((backend, 64, contender))

@@ -93,7 +93,7 @@ def test_plot_without_matplotlib_says_so(capsys: Any, monkeypatch: pytest.Monkey
 
 def test_aims_are_judged_by_ratio() -> None:
     def row(backend: str, batch: int, contender: str, host: float) -> phase_switch.Row:
-        return phase_switch.Row(backend, batch, contender, (host, host, host), None, phase_switch.Counts())
+        return phase_switch.Row(backend, batch, contender, (host,) * 3, (1.0,) * 3, phase_switch.Counts())
 
     rows = [
         row("dsa", 64, "generation 1", 400.0),
