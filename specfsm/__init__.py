@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specfsm.backends.flash_mla import FlashMLA
     from specfsm.backends.resource import Alias, Cache, Plan, Pointer, Shared, Staged, Table
     from specfsm.backends.trtllm import Trtllm
+    from specfsm.contracts.window import Window
     from specfsm.domain import (
         AddressSpace,
         Batch,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         StaleResource,
         TargetMutated,
         UnknownMetadata,
+        WindowOverflow,
         WrongThread,
     )
     from specfsm.graph import Graph
@@ -58,6 +60,7 @@ _HOMES = {
     "backends.flash_mla": ("FlashMLA",),
     "backends.resource": ("Alias", "Cache", "Plan", "Pointer", "Shared", "Staged", "Table"),
     "backends.trtllm": ("Trtllm",),
+    "contracts.window": ("Window",),
     "domain": (
         "AddressSpace",
         "Batch",
@@ -83,6 +86,7 @@ _HOMES = {
         "StaleResource",
         "TargetMutated",
         "UnknownMetadata",
+        "WindowOverflow",
         "WrongThread",
     ),
     "graph": ("Graph",),

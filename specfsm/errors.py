@@ -29,6 +29,7 @@ __all__ = [
     "StaleResource",
     "TargetMutated",
     "UnknownMetadata",
+    "WindowOverflow",
     "WrongThread",
 ]
 
@@ -249,6 +250,37 @@ class PendingTransfer(IllegalTransition):
             f"the staging buffer of {self.resource} still feeds a copy that has not landed",
             "writing it now would change what the device receives",
             "to mend: wait for its event, or stage into the other buffer of the ring",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class WindowOverflow(IllegalTransition):
+    """A request lacks pages for what the phase, or the draft window behind it, would write.
+
+    Attributes:
+        short: (request, domain, tokens needed, tokens that fit its pages), one for each that lacks room.
+    """
+
+    short: tuple[tuple[int, Any, int, int], ...] = field(kw_only=True)
+
+    @property
+    def request(self) -> int:
+        """The first request that lacks room."""
+        return self.short[0][0]
+
+    @property
+    def domain(self) -> Any:
+        """The cache in which it does."""
+        return self.short[0][1]
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            *(
+                f"request {request} needs room for {needed} tokens in the {domain}'s cache, but its pages hold {fits}"
+                for request, domain, needed, fits in self.short
+            ),
+            "writing on would land in whatever the table holds behind its last page",
+            "to mend: allocate its pages for the whole window first, shorten the window, or go without a draft",
         )
 
 

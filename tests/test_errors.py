@@ -82,6 +82,16 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
         RuntimeError,
         ["the staging buffer of rows still feeds a copy that has not landed"],
     ),
+    "WindowOverflow": (
+        errors.WindowOverflow(*HERE, short=((7, Domain.DRAFT, 13, 12), (9, Domain.DRAFT, 14, 12))),
+        RuntimeError,
+        [
+            REFUSED,
+            "request 7 needs room for 13 tokens in the draft's cache, but its pages hold 12",
+            "request 9 needs room for 14 tokens in the draft's cache",
+            "to mend: allocate its pages for the whole window first",
+        ],
+    ),
     "RestoreFailed": (
         errors.RestoreFailed("restore", [ValueError("first"), OSError("second")]),
         ExceptionGroup,

@@ -15,13 +15,14 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import in_
 
 from specfsm.backends.backend import Sizes
+from specfsm.contracts.window import Window, crowded
 from specfsm.decode.attention import FLAVOURS, Flavour, Pass
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
 from specfsm.decode.model import Draft, Model
 from specfsm.decode.step import Step
 from specfsm.decode.verify import Sampler
 from specfsm.domain import Batch, Domain, Geometry, RowOrder, UnifiedCache
-from specfsm.orchestrator import Orchestrator
+from specfsm.orchestrator import Contract, Orchestrator
 
 __all__ = ["DecodeLoop", "Emission", "Request", "Settings"]
 
@@ -237,7 +238,15 @@ class DecodeLoop:
         )
         backend.allocate(self.metadata, self.cache, self.draft_cache, sizes, settings.device)
         draft = self.draft_cache or UnifiedCache("the target decodes alone: there is no draft")
-        return Orchestrator(self.metadata, backend=backend, target=self.cache, draft=draft, **arguments)
+        contracts = (*self._contracts(), *arguments.pop("contracts", ()))
+        return Orchestrator(
+            self.metadata, backend=backend, target=self.cache, draft=draft, contracts=contracts, **arguments
+        )
+
+    def _contracts(self) -> tuple[Contract, ...]:
+        """The rules that every event of this loop is held to, before those that it was given."""
+        draft = None if self.draft_cache is None else self.draft_cache.capacity
+        return (Window(self.cache.capacity, draft, draft_len=self.settings.draft_len),)
 
     @property
     def caches(self) -> tuple[PagedKVCache, ...]:
@@ -256,12 +265,11 @@ class DecodeLoop:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         request = Request(next(self._ids), list(prompt), len(prompt), max_new_tokens)
-        for cache, name in zip(self.caches, ("target", "draft"), strict=False):
-            g = cache.geometry
-            limit = min(g.max_tokens_per_seq, g.blocks_in_primary_pool * g.tokens_per_block) - self.settings.window
+        for domain, (geometry, pages) in self._pools().items():
+            limit = min(geometry.max_blocks_per_seq, pages) * geometry.tokens_per_block - self.settings.window
             if len(prompt) + max_new_tokens > limit:
                 raise ValueError(
-                    f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the {name}'s cache, "
+                    f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the {domain}'s cache, "
                     f"which holds {limit} tokens of a request beside the draft window"
                 )
         self.waiting.append(request)
@@ -283,17 +291,23 @@ class DecodeLoop:
         """Take waiting requests in while both pools can hold every running one at its longest."""
         while self.waiting and len(self.running) + len(self.leaving) < self.settings.max_requests:
             request = self.waiting[0]
-            if not all(self._fits(cache, request) for cache in self.caches):
+            if crowded(self._pools(), [self._longest(each) for each in (*self.running, *self.leaving, request)]):
                 return
             for cache in self.caches:
                 cache.add(request.id)
             self.running.append(self.waiting.pop(0))
 
-    def _fits(self, cache: PagedKVCache, request: Request) -> bool:
-        """Whether the pool holds this request and every running one at its longest."""
-        beside = self.settings.window
-        longest = [each.prompt_len + each.max_new_tokens + beside for each in (*self.running, *self.leaving, request)]
-        return sum(map(cache.geometry.blocks, longest)) <= cache.geometry.blocks_in_primary_pool
+    def _pools(self) -> dict[Domain, tuple[Geometry, int]]:
+        """Each cache's geometry, and the pages in it that requests may have: the dummies keep theirs."""
+        geometries = {domain: cache.geometry for domain, cache in zip(Domain, self.caches, strict=False)}
+        return {
+            domain: (geometry, geometry.blocks_in_primary_pool - self._dummy_blocks(geometry.tokens_per_block))
+            for domain, geometry in geometries.items()
+        }
+
+    def _longest(self, request: Request) -> int:
+        """Tokens of a request at its longest, with the window that its last step may write."""
+        return request.prompt_len + request.max_new_tokens + self.settings.window
 
     def _release(self, request: Request) -> None:
         for cache in self.caches:
@@ -409,7 +423,8 @@ class DecodeLoop:
         self._forget()
         rows = sorted(self.running, key=lambda request: request.target_rows > 0)
         for request in rows:
-            self.cache.reserve(request.id, len(request.tokens) + self.settings.window)
+            for cache in self.caches:
+                cache.reserve(request.id, len(request.tokens) + self.settings.window)
         inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         self.fsm.target_prepare(batch)
@@ -459,11 +474,8 @@ class DecodeLoop:
     def _propose(self, rows: list[Request]) -> None:
         """The draft's window: it catches up with the accepted tokens, then writes one token a step."""
         assert self.draft is not None
-        assert self.draft_cache is not None
         rows = sorted(rows, key=lambda request: request.draft_rows > 0)
         shift = self.draft.shift
-        for request in rows:
-            self.draft_cache.reserve(request.id, len(request.tokens) + self.settings.window)
         inputs = {request.id: request.tokens[request.draft_rows + shift :] for request in rows}
         batch = _batch(rows, {r.id: r.draft_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None

@@ -11,7 +11,7 @@ import torch
 from specfsm.decode.attention import FLAVOURS
 from specfsm.decode.loop import DecodeLoop
 from specfsm.domain import Batch, Domain, RowOrder
-from specfsm.errors import IllegalTransition, StaleResource
+from specfsm.errors import IllegalTransition, StaleResource, WindowOverflow
 from specfsm.orchestrator import Orchestrator
 from tests.decode.conftest import (
     ARRIVALS,
@@ -424,3 +424,40 @@ def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
         except StaleResource:
             refused += 1
     assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 5, 6)
+
+
+# Room.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dummy_rows_do_not_lend_their_pages(mode: str) -> None:
+    """Graphs pad batches with dummies that hold pages: admission leaves these out, so that no pool runs dry."""
+    options = settings(**MODES[mode])
+    longest = -(-(9 + 14 + options.window) // DRAFT_PAGE)
+    loop = DecodeLoop(target(), draft("early-exit"), settings(draft_blocks=2 * longest, **MODES[mode]))
+    ids = [loop.submit(prompt(30 + each, 9), 14) for each in range(3)]
+    running, outputs = [], {}
+    while loop.running or loop.waiting or loop.pending:
+        for emission in loop.step():
+            outputs.setdefault(emission.request, []).extend(emission.tokens)
+        running.append(len(loop.running))
+    assert outputs == {each: reference(prompt(30 + place, 9), 14) for place, each in enumerate(ids)}
+    assert max(running) == 2
+
+
+@pytest.mark.parametrize(("pool", "domain"), [("cache", Domain.TARGET), ("draft_cache", Domain.DRAFT)])
+def test_a_window_without_room_is_refused_before_a_forward(
+    pool: str, domain: Domain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: one cache reserves less than it was asked for. The step is refused before a model runs."""
+    loop = DecodeLoop(target(), draft("self"), settings())
+    pages = getattr(loop, pool)
+    reserve = pages.reserve
+    monkeypatch.setattr(
+        pages, "reserve", lambda request, tokens: reserve(request, tokens - loop.settings.window - PAGE)
+    )
+    loop.submit(prompt(31, 8), 8)
+    with pytest.raises(WindowOverflow) as caught:
+        loop.run()
+    assert caught.value.domain is domain
+    assert loop.fsm.domain is Domain.TARGET
