@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specfsm.backends.flash_mla import FlashMLA
     from specfsm.backends.resource import Alias, Cache, Plan, Pointer, Shared, Staged, Table
     from specfsm.backends.trtllm import Trtllm
+    from specfsm.contracts.lifetime import Lifetime
     from specfsm.contracts.window import Window
     from specfsm.domain import (
         AddressSpace,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         PendingTransfer,
         RefreshDeclined,
         RestoreFailed,
+        RetiredRequest,
         SpecFSMError,
         StaleResource,
         TargetMutated,
@@ -60,6 +62,7 @@ _HOMES = {
     "backends.flash_mla": ("FlashMLA",),
     "backends.resource": ("Alias", "Cache", "Plan", "Pointer", "Shared", "Staged", "Table"),
     "backends.trtllm": ("Trtllm",),
+    "contracts.lifetime": ("Lifetime",),
     "contracts.window": ("Window",),
     "domain": (
         "AddressSpace",
@@ -82,6 +85,7 @@ _HOMES = {
         "PendingTransfer",
         "RefreshDeclined",
         "RestoreFailed",
+        "RetiredRequest",
         "SpecFSMError",
         "StaleResource",
         "TargetMutated",

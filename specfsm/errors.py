@@ -25,6 +25,7 @@ __all__ = [
     "PendingTransfer",
     "RefreshDeclined",
     "RestoreFailed",
+    "RetiredRequest",
     "SpecFSMError",
     "StaleResource",
     "TargetMutated",
@@ -282,6 +283,50 @@ class WindowOverflow(IllegalTransition):
             "writing on would land in whatever the table holds behind its last page",
             "to mend: allocate its pages for the whole window first, shorten the window, or go without a draft",
         )
+
+
+@define(auto_exc=True, eq=False)
+class RetiredRequest(IllegalTransition):
+    """A request's life is over, or is not: its results, its place in a batch or its pages were used against that.
+
+    Attributes:
+        request: its id.
+        generation: the life that is spoken of; None for one that never began, or whose pages are freed.
+        steps: for a result, the step that computed it; else the steps in flight that may write to its pages.
+        drafting: whether the draft phase that is active may.
+    """
+
+    request: int = field(kw_only=True)
+    generation: int | None = field(default=None, kw_only=True)
+    steps: tuple[int, ...] = field(default=(), kw_only=True)
+    drafting: bool = field(default=False, kw_only=True)
+
+    @property
+    def named(self) -> str:
+        return f"request {self.request}" + ("" if self.generation is None else f" (generation {self.generation})")
+
+    def reasons(self) -> tuple[str, ...]:
+        if self.event == "claim":
+            return (
+                f"{self.named} was retired while step {self.steps[0]} computed this result: it is nobody's",
+                "to mend: drop this row; flight.live() gives the rows that still count",
+            )
+        if self.event in ("free", "begin"):
+            return (
+                f"the pages of {self.named} cannot be given away: {self.holders}",
+                "to mend: retire it, and free its pages (or begin it anew) when fence() names it",
+            )
+        return (
+            f"the batch names {self.named}, which does not live: its pages are, or will be, another's",
+            "to mend: leave it out of the batch; begin() starts a new life",
+        )
+
+    @property
+    def holders(self) -> str:
+        """What keeps its pages from being freed."""
+        flights = f"step {', '.join(map(str, self.steps))} in flight may write to them" if self.steps else ""
+        phase = "the draft phase that is active may write to them" if self.drafting else ""
+        return " and ".join(filter(None, (flights, phase))) or f"it is {self.state.value}, and fence() has not named it"
 
 
 class RestoreFailed(SpecFSMError, ExceptionGroup):

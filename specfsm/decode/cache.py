@@ -7,7 +7,7 @@ slots only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field
@@ -50,6 +50,7 @@ class PagedKVCache:
         pool: [slots, layers, planes, tokens a block, KV heads, head dim].
         extra: name → uint8 [layers, slots, bytes].
         host_block_offsets: int32 [1, max_requests, planes, blocks], host; see `KVManager`.
+        may_free: asked before a request's pages are given back; refuses by raising.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class PagedKVCache:
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
         self._order: tuple[int, ...] = ()
+        self.may_free: Callable[[int], None] = _anybody
 
     @property
     def pool_pointers(self) -> Sequence[int]:
@@ -142,7 +144,8 @@ class PagedKVCache:
             self._changed(request)
 
     def free(self, request: int) -> None:
-        """Give all pages of the request back."""
+        """Give all pages of the request back, if `may_free` lets it."""
+        self.may_free(request)
         owned = self._owned.pop(request)
         for block in owned.blocks:
             if block in self._slot_of:
@@ -224,3 +227,7 @@ class PagedKVCache:
         if block in self._slot_of:
             return self._slot_of[block] * self.geometry.index_scale
         return SECONDARY + self._host_of[block] * self.geometry.index_scale
+
+
+def _anybody(request: int) -> None:
+    """Nobody was asked to guard the pages."""

@@ -15,6 +15,7 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import in_
 
 from specfsm.backends.backend import Sizes
+from specfsm.contracts.lifetime import Flight, Lifetime
 from specfsm.contracts.window import Window, crowded
 from specfsm.decode.attention import FLAVOURS, Flavour, Pass
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
@@ -126,8 +127,8 @@ class Emission:
 class _Pending:
     """A step whose results the host has not read: they are on their way to host memory behind an event."""
 
-    def __init__(self, rows: list[Request], step: Step) -> None:
-        self.rows, self.step = rows, step
+    def __init__(self, rows: list[Request], step: Step, flight: Flight) -> None:
+        self.rows, self.step, self.flight = rows, step, flight
         self.results = step.results()
         self.event: Any = torch.cuda.Event() if step.known.is_cuda else None  # type: ignore[no-untyped-call]  # torch's
         if self.event is not None:
@@ -137,6 +138,7 @@ class _Pending:
         """Choices, accepted counts and what is known now, after the step has run."""
         if self.event is not None:
             self.event.synchronize()
+        self.flight.land()
         choices, accepted, known = (each.tolist() for each in self.results)
         return choices, accepted, known
 
@@ -169,6 +171,7 @@ class DecodeLoop:
         self.stop = frozenset(stop)
         self.sampler = sampler or Sampler()
         self.flavour = FLAVOURS[settings.backend]
+        self.lifetime = Lifetime()
         self.forward_pass = _forward_pass(settings, self.flavour)
         self.cache = self._cache(Domain.TARGET, target, settings.tokens_per_block, settings.blocks)
         self.draft_cache: PagedKVCache | None = None
@@ -205,9 +208,11 @@ class DecodeLoop:
             row_order=settings.row_order,
             dtype=settings.dtype,
         )
-        return flavour.caches[domain](
+        cache = flavour.caches[domain](
             geometry, max_requests=2 * settings.max_requests, host_blocks=settings.host_blocks, device=settings.device
         )
+        cache.may_free = self.lifetime.require_free
+        return cache
 
     @property
     def limit(self) -> int:
@@ -223,8 +228,9 @@ class DecodeLoop:
         if self.settings.graphs == "off":
             return ()
         dummies = tuple(range(-self.settings.max_requests, 0))
-        for cache in self.caches:
-            for request in dummies:
+        for request in dummies:
+            self.lifetime.begin(request)
+            for cache in self.caches:
                 cache.add(request)
                 cache.reserve(request, 2 * self.settings.window)
         return dummies
@@ -246,7 +252,10 @@ class DecodeLoop:
     def _contracts(self) -> tuple[Contract, ...]:
         """The rules that every event of this loop is held to, before those that it was given."""
         draft = None if self.draft_cache is None else self.draft_cache.capacity
-        return (Window(self.cache.capacity, draft, draft_len=self.settings.draft_len),)
+        return (
+            self.lifetime,
+            Window(self.cache.capacity, draft, draft_len=self.settings.draft_len),
+        )
 
     @property
     def caches(self) -> tuple[PagedKVCache, ...]:
@@ -293,6 +302,7 @@ class DecodeLoop:
             request = self.waiting[0]
             if crowded(self._pools(), [self._longest(each) for each in (*self.running, *self.leaving, request)]):
                 return
+            self.lifetime.begin(request.id)
             for cache in self.caches:
                 cache.add(request.id)
             self.running.append(self.waiting.pop(0))
@@ -309,9 +319,12 @@ class DecodeLoop:
         """Tokens of a request at its longest, with the window that its last step may write."""
         return request.prompt_len + request.max_new_tokens + self.settings.window
 
-    def _release(self, request: Request) -> None:
-        for cache in self.caches:
-            cache.free(request.id)
+    def _release(self) -> None:
+        """Give back the pages of whoever left, once nothing in flight may write to them."""
+        for request in self.lifetime.fence():
+            for cache in self.caches:
+                cache.free(request)
+            self.leaving = [each for each in self.leaving if each.id != request]
 
     # One step.
 
@@ -383,7 +396,7 @@ class DecodeLoop:
                 request.drafted = []
             raise
         self.forwards += 1
-        return _Pending(list(rows), step)
+        return _Pending(list(rows), step, self.lifetime.launch(ids))
 
     def _forget(self, but: Step | None = None) -> None:
         """The requests move on without these steps: what they hold on the device is of the past."""
@@ -406,17 +419,17 @@ class DecodeLoop:
             return []
         choices, accepted, known = pending.read()
         emissions = []
-        for row, request in enumerate(pending.rows):
-            if request in self.running:
-                request.drafted = known[row][1:]
-                request.probs = None if pending.step.probs is None else pending.step.probs[row]
-                emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row][:-1]))
-                request.states = None
-                request.draft_rows = len(request.tokens) - (self.draft.shift if self.draft is not None else 0)
-        if self.pending is None:
-            for request in self.leaving:
-                self._release(request)
-            self.leaving.clear()
+        rows = {request.id: request for request in pending.rows}
+        for row, each in pending.flight.live():
+            if each not in rows:
+                continue  # a dummy
+            request = rows[each]
+            request.drafted = known[row][1:]
+            request.probs = None if pending.step.probs is None else pending.step.probs[row]
+            emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row][:-1]))
+            request.states = None
+            request.draft_rows = len(request.tokens) - (self.draft.shift if self.draft is not None else 0)
+        self._release()
         return emissions
 
     def _verify(self) -> list[Emission]:
@@ -466,10 +479,9 @@ class DecodeLoop:
     def _retire(self, request: Request) -> None:
         """Out of the batch; its pages are given back once no step in flight may write to them."""
         self.running.remove(request)
-        if self.pending is None:
-            self._release(request)
-        else:
-            self.leaving.append(request)
+        self.lifetime.retire([request.id])
+        self.leaving.append(request)
+        self._release()
 
     def _propose(self, rows: list[Request]) -> None:
         """The draft's window: it catches up with the accepted tokens, then writes one token a step."""

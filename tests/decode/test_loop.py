@@ -11,7 +11,7 @@ import torch
 from specfsm.decode.attention import FLAVOURS
 from specfsm.decode.loop import DecodeLoop
 from specfsm.domain import Batch, Domain, RowOrder
-from specfsm.errors import IllegalTransition, StaleResource, WindowOverflow
+from specfsm.errors import IllegalTransition, RetiredRequest, StaleResource, WindowOverflow
 from specfsm.orchestrator import Orchestrator
 from tests.decode.conftest import (
     ARRIVALS,
@@ -461,3 +461,45 @@ def test_a_window_without_room_is_refused_before_a_forward(
         loop.run()
     assert caught.value.domain is domain
     assert loop.fsm.domain is Domain.TARGET
+
+
+# Lives.
+
+
+@pytest.mark.parametrize("graphs", ["off", "whole"])
+def test_pages_outlive_the_step_that_may_write_them(graphs: str) -> None:
+    """With overlap a request is aborted while its step runs: its pages are kept until that step has landed, and its
+    results are dropped."""
+    loop = DecodeLoop(target(), draft("self"), settings(overlap=True, graphs=graphs))
+    kept, gone = loop.submit(prompt(32, 6), 20), loop.submit(prompt(33, 6), 20)
+    outputs: dict[int, list[int]] = {kept: [], gone: []}
+
+    def step() -> None:
+        for emission in loop.step():
+            outputs[emission.request] += emission.tokens
+
+    for _ in range(3):
+        step()
+    assert loop.pending is not None
+    free = loop.cache.free_blocks
+    loop.abort(gone)
+    written = list(outputs[gone])
+    assert loop.cache.free_blocks == free
+    with pytest.raises(RetiredRequest, match="in flight may write to them"):
+        loop.cache.free(gone)
+    step()
+    assert loop.cache.free_blocks > free
+    while loop.running or loop.pending:
+        step()
+    assert outputs == {kept: reference(prompt(32, 6), 20), gone: written}
+
+
+def test_pages_of_a_running_request_are_not_freed() -> None:
+    """A planted fault: the cache is told to free what still runs."""
+    loop = DecodeLoop(target(), draft("self"), settings())
+    request = loop.submit(prompt(34, 6), 6)
+    loop.step()
+    for pages in loop.caches:
+        with pytest.raises(RetiredRequest, match="it is live"):
+            pages.free(request)
+    assert loop.run()[request] == reference(prompt(34, 6), 6)[1:]
