@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = [
+    "DraftContentInvalid",
     "GraphContractBroken",
     "IllegalTransition",
     "IncompleteBackend",
@@ -282,6 +283,39 @@ class WindowOverflow(IllegalTransition):
             ),
             "writing on would land in whatever the table holds behind its last page",
             "to mend: allocate its pages for the whole window first, shorten the window, or go without a draft",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class DraftContentInvalid(IllegalTransition):
+    """The draft would read, or an engine would save, rows that the draft's cache does not hold.
+
+    Attributes:
+        short: (request, rows that are valid in the draft's cache, rows that are needed), one for each request.
+    """
+
+    short: tuple[tuple[int, int, int], ...] = field(kw_only=True)
+
+    @property
+    def request(self) -> int:
+        """The first request that lacks rows."""
+        return self.short[0][0]
+
+    def reasons(self) -> tuple[str, ...]:
+        if self.event == "finalise":
+            request, valid, needed = self.short[0]
+            return (
+                f"{needed} rows of request {request} would be saved, but the draft's cache holds {valid} for certain",
+                "what is saved before the draft phase is over holds rubbish for the draft when it is loaded",
+                "to mend: save it from finalise(request, length, hook), or after restore and wrote",
+            )
+        return (
+            *(
+                f"request {request} has {valid} valid rows in the draft's cache, but the draft would read {needed}"
+                for request, valid, needed in self.short
+            ),
+            "its pages may be there (a prefix hit, a load-back), but no draft forward has filled them",
+            "to mend: begin the draft's pass at the first row that is missing, so that it re-fills them",
         )
 
 

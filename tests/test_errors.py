@@ -95,6 +95,16 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
             "to mend: allocate its pages for the whole window first",
         ],
     ),
+    "DraftContentInvalid": (
+        errors.DraftContentInvalid(*HERE, short=((7, 4, 8), (9, 0, 8))),
+        RuntimeError,
+        [
+            REFUSED,
+            "request 7 has 4 valid rows in the draft's cache, but the draft would read 8",
+            "request 9 has 0 valid rows",
+            "to mend: begin the draft's pass at the first row that is missing",
+        ],
+    ),
     "RetiredRequest": (
         errors.RetiredRequest(*HERE, request=7),
         RuntimeError,

@@ -190,14 +190,20 @@ class Lifetime:
             del self._records[request]
         return passed
 
-    def require_free(self, request: int) -> None:
-        """Refuse to free the request's pages before `fence` named it: what a cache asks before it frees.
+    def require_free(self, request: int, ends: bool = True) -> None:
+        """What a cache asks before it frees a request's pages.
+
+        Args:
+            ends: the request is over, so that `fence` must have named it. False: it lives on and gets other pages, so
+                it is enough that nothing in flight may write to these.
 
         Raises:
             RetiredRequest: it lives, or something in flight may still write to its pages.
         """
         record = self._records.get(request)
-        if record is not None:
+        if record is None:
+            return
+        if ends or self._holders(request) or request in self._drafting():
             raise self._refusal("free", request, record)
 
     def _refusal(self, event: str, request: int, record: _Record) -> RetiredRequest:
