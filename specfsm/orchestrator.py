@@ -54,13 +54,11 @@ PATHS = {
 
 
 class Contract(Protocol):
-    """An admission rule, of an engine or of a later contract. It is asked before anything changes.
+    """An admission rule, of an engine or of `specfsm.contracts`. It is asked before anything changes."""
 
-    Attributes:
-        events: the events it is asked for.
-    """
-
-    events: Iterable[str]
+    @property
+    def events(self) -> Iterable[str]:
+        """The events it is asked for."""
 
     def admit(self, fsm: Orchestrator, event: str, batch: Batch | None) -> None:
         """Raise an `IllegalTransition` to refuse `event`."""

@@ -20,6 +20,7 @@ LAYERS = (
     ("states",),
     ("kernels",),
     ("backends",),
+    ("contracts",),
     ("graph", "switch", "verify", "trace", "explain", "orchestrator"),
     ("decode",),
     ("cli",),
