@@ -62,6 +62,7 @@ def test_packed_tokens_are_each_requests_own() -> None:
     loop = DecodeLoop(target(), None, settings())
     lens = [len(each) for each in prompts]
     for request, length in enumerate(lens):
+        loop.lifetime.begin(request)
         loop.cache.add(request)
         loop.cache.reserve(request, length)
     batch = Batch(range(3), lens, lens, num_contexts=3)
