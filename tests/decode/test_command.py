@@ -14,7 +14,7 @@ import torch
 from specfsm.cli import main
 from specfsm.decode import loop, verify, weights
 from specfsm.decode.attention import FLAVOURS
-from specfsm.decode.train import tiny_target
+from specfsm.decode.training.tiny import tiny_target
 from specfsm.domain import Domain
 from tests.decode.conftest import llama
 
