@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from specfsm.decode.head import MTPHead
-from specfsm.decode.training import data, evaluation, objective, prompts, run, settings, unroll
+from specfsm.decode.training import data, evaluation, fit, objective, prompts, run, settings, unroll
 from specfsm.decode.training.fit import Trainer, batches, fit_fuse, padded, starts
 from specfsm.decode.training.sampler import Corpus, Sampler, require_own_answers
 from specfsm.decode.training.settings import Settings
@@ -318,6 +318,36 @@ def test_loss_falls(tiny: tuple[Any, Any]) -> None:
     losses, agreements = zip(*(trainer.step(torch.arange(5), 0.2) for _ in range(60)), strict=True)
     assert losses[-1] < 0.9 * losses[0]
     assert agreements[-1][0] > agreements[0][0]
+
+
+def test_kept_states_are_the_targets(tiny: tuple[Any, Any]) -> None:
+    """Loading a batch gives the same states, up to each document's end, as computing them anew."""
+    target, _ = tiny
+    trainer = Trainer(target, untrained(target), answers(tiny), TINY, rows_for(target))
+    chosen = torch.tensor([3, 0, 4])
+    expected, part = trainer.load(trainer.corpus, chosen)
+    trainer.keep_states()
+    found, same = trainer.load(trainer.corpus, chosen)
+    assert torch.equal(part.tokens, same.tokens)
+    for ours, theirs, end in zip(found, expected, part.lens.tolist(), strict=True):
+        torch.testing.assert_close(ours[:end], theirs[:end])
+
+
+def test_each_step_computes_with_the_weights_of_the_last(
+    tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast, as on a GPU, neither training nor evaluation goes on with the first step's bf16 copies."""
+    target, _ = tiny
+    for module in (fit, evaluation):
+        monkeypatch.setattr(module, "precision", lambda _: torch.autocast("cpu", torch.bfloat16))
+    trainer = Trainer(target, untrained(target), answers(tiny), TINY, rows_for(target))
+    before = evaluation.find_matches(trainer, trainer.corpus)
+    losses = [float(trainer.step(torch.arange(5), 0.2)[0]) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        for parameter in trainer.head.parameters():
+            parameter.zero_()
+    assert not torch.equal(evaluation.find_matches(trainer, trainer.corpus), before)
 
 
 def test_same_seed_same_head_and_resuming_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

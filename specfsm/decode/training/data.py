@@ -21,6 +21,8 @@ ASKING = 0.9
 """Temperature at which the target writes user turns."""
 TURN = 96
 """Tokens of the longest user turn that the target may write."""
+SHARE = 0.2
+"""Of the time for answers, what the user turns may take."""
 
 
 def generate(
@@ -50,7 +52,7 @@ def generate(
     if count:
         opening = [(ASKED, user_turn(tokenizer))] * count
         limit = min(settings.length, len(opening[0][1]) + TURN)
-        turns = answer("the target asks", opening, [ASKING] * count, limit=limit, deadline=clock.questions_end)
+        turns = answer("the target asks", opening, [ASKING] * count, limit=limit, deadline=clock.asking_end(SHARE))
         asked = questions(tokenizer, turns)
     pairs = asked + make_prompts(settings.prompts - len(asked), settings.seed)
     rng = random.Random(settings.seed)

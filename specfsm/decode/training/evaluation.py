@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specfsm.decode.training.fit import Trainer, starts
+from specfsm.decode.training.objective import precision
 from specfsm.decode.training.sampler import Corpus
 from specfsm.decode.training.unroll import unroll
 
@@ -63,7 +64,9 @@ def find_matches(trainer: Trainer, corpus: Corpus) -> Tensor:
     matches = torch.zeros((nextn, *corpus.tokens.shape), dtype=torch.bool)
     for chosen in torch.split(torch.arange(len(corpus.lens)), rows):
         states, part = trainer.load(corpus, chosen)
-        for step, drafted in enumerate(unroll(trainer.head, states, part.tokens, nextn), start=1):
+        with precision(trainer.target):
+            unrolled = list(unroll(trainer.head, states, part.tokens, nextn))
+        for step, drafted in enumerate(unrolled, start=1):
             document, start = starts(part.prompt_lens, part.lens, states.shape[1], step).nonzero(as_tuple=True)
             few = torch.split(drafted[document, start], 4096)
             drafts = torch.cat([trainer.head.logits(each).argmax(-1) for each in few])

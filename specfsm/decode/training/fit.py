@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specfsm.decode.head import MTPHead
-from specfsm.decode.training.objective import Rows, distill
+from specfsm.decode.training.objective import Rows, distill, precision
 from specfsm.decode.training.sampler import Corpus
 from specfsm.decode.training.settings import Settings
 from specfsm.decode.training.unroll import unroll
@@ -53,6 +53,8 @@ class Trainer:
     settings: Settings
     rows: Rows
     optimizer: torch.optim.Optimizer = field(init=False)
+    kept: tuple[Tensor, Tensor] | None = field(init=False, default=None)
+    """The target's states of the corpus, packed [token, width], and where each document begins among them."""
 
     def __post_init__(self) -> None:
         self.device = self.target.lm_head.weight.device
@@ -65,17 +67,39 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
 
     def load(self, corpus: Corpus, chosen: Tensor) -> tuple[Tensor, Corpus]:
-        """Documents on the device, cut to their padded length, and the target's states [document, seq, width]."""
+        """Documents on the device, cut to their padded length, and the target's states [document, seq, width].
+
+        States past a document's end are of no meaning.
+        """
         part = corpus.select(chosen)
         seq = min(int(padded(part.lens).max()), part.tokens.shape[1])
         tokens = part.tokens[:, :seq].to(self.device).long()
+        loaded = Corpus(tokens, part.prompt_lens.to(self.device), part.lens.to(self.device), part.kinds)
+        if self.kept is not None and corpus is self.corpus:
+            packed, begins = self.kept
+            rows = begins[chosen.to(self.device), None] + torch.arange(seq, device=self.device)
+            return packed[rows.clamp(max=len(packed) - 1)], loaded
         with torch.no_grad():
-            states = self.target.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return states, Corpus(tokens, part.prompt_lens.to(self.device), part.lens.to(self.device), part.kinds)
+            return self.target.model(input_ids=tokens, use_cache=False).last_hidden_state, loaded
+
+    def keep_states(self) -> None:
+        """Compute the target's states of the whole corpus once, and keep them on the device."""
+        lens = self.corpus.lens
+        begins = (lens.cumsum(0) - lens).to(self.device)
+        weight = self.target.lm_head.weight
+        packed = weight.new_empty((int(lens.sum()), weight.shape[1]))
+        order, rows = lens.argsort(), max(1, self.settings.batch_tokens // self.corpus.tokens.shape[1])
+        for chosen in torch.split(order, rows):
+            states, part = self.load(self.corpus, chosen)
+            position = torch.arange(states.shape[1], device=self.device)
+            inside = position < part.lens[:, None]
+            packed[(begins[chosen.to(self.device), None] + position)[inside]] = states[inside]
+        self.kept = packed, begins
 
     def step(self, chosen: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         """One optimizer step on these documents; returns the loss a token and the agreement at each draft step."""
-        loss, agreement = self.loss(*self.load(self.corpus, chosen))
+        with precision(self.target):
+            loss, agreement = self.loss(*self.load(self.corpus, chosen))
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)

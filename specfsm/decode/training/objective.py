@@ -90,5 +90,8 @@ def distiller(target: Any, soft: float, steps: int, chunk: int) -> Rows:
 
 
 def precision(target: Any) -> contextlib.AbstractContextManager[Any]:
-    """The head's parameters stay float32; on CUDA its matrix products are bf16."""
+    """The head's parameters stay float32; on CUDA its matrix products are bf16.
+
+    To be entered anew after every optimizer step: inside, the bf16 copies of the parameters are made only once.
+    """
     return torch.autocast("cuda", torch.bfloat16) if target.device.type == "cuda" else contextlib.nullcontext()

@@ -17,7 +17,7 @@ from specfsm.decode.training import sampler, unroll
 from specfsm.decode.training.data import generate
 from specfsm.decode.training.evaluation import Acceptance, Report, evaluate
 from specfsm.decode.training.fit import Trainer, batches, fit_fuse
-from specfsm.decode.training.objective import distiller, precision
+from specfsm.decode.training.objective import distiller
 from specfsm.decode.training.sampler import Corpus
 from specfsm.decode.training.settings import Settings
 from specfsm.decode.training.tiny import tiny_target
@@ -39,8 +39,10 @@ def train(settings: Settings) -> Report:
         head.to(target.device).attach(target).start_from(target)
         rows = distiller(target, settings.soft, settings.nextn, settings.chunk)
         trainer = Trainer(target, head, corpus, settings, rows)
-        with precision(target):
-            report = optimize(trainer, held_out, clock, progress, saved)
+        if settings.keep_states:
+            trainer.keep_states()
+            progress.console.print(f"states kept; {clock.spent:.0f} s")
+        report = optimize(trainer, held_out, clock, progress, saved)
         _show(progress, report)
     return report
 
@@ -55,8 +57,12 @@ class Clock:
         self.began = time.monotonic()
         self.budget = settings.minutes * 60 or math.inf
         self.answers_end = self.began + self.budget * settings.answering
-        self.questions_end = self.began + self.budget * settings.answering * 0.3
         self.end = self.began + max(self.budget - self.RESERVE, self.budget / 2)
+
+    def asking_end(self, share: float) -> float:
+        """When a share of what is left for answers is over."""
+        now = time.monotonic()
+        return now + share * (self.answers_end - now)
 
     @property
     def spent(self) -> float:
@@ -89,7 +95,8 @@ def optimize(
         for _ in range(done):
             next(order)
     else:
-        fit_fuse(trainer, next(batches(trainer.corpus, settings.batch_tokens, settings.seed)))
+        count = max(1, settings.batch_tokens // settings.length)
+        fit_fuse(trainer, torch.randperm(len(trainer.corpus.lens))[:count])
         best.consider(0, progress)
     task = progress.add_task("training", total=1.0)
     while done < limit and time.monotonic() < clock.end:

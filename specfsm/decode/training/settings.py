@@ -25,7 +25,7 @@ class Settings:
     seed: int = _option(0, "seed of prompts, answers and order")
     minutes: float = _option(0.0, "stop after so many minutes in all, answers included (default: no bound)")
     prompts: int = _option(60_000, "prompts to answer")
-    asked: float = _option(0.3, "share of the prompts that the target writes itself")
+    asked: float = _option(0.4, "share of the prompts that the target writes itself")
     greedy: float = _option(0.75, "share of the prompts answered greedily; the others at --temperature")
     temperature: float = _option(0.7, "temperature of the other answers")
     answering: float = _option(0.25, "share of --minutes after which answering stops")
@@ -35,9 +35,12 @@ class Settings:
     steps: int = _option(0, "optimizer steps (default: what --minutes allows, else 3000)")
     batch_tokens: int = _option(24_576, "padded tokens a step")
     chunk: int = _option(4096, "rows of logits at once")
-    rate: float = _option(0.01, "peak learning rate, relative to each parameter's size")
+    rate: float = _option(0.02, "peak learning rate, relative to each parameter's size")
     soft: float = _option(0.7, "weight of the target's distribution against its argmax")
     decay: float = _option(0.9, "weight of each further draft step")
+    keep_states: bool = _option(
+        False, "keep the target's states of all answers on the device: twice as fast, if they fit"
+    )
     nextn: int = _option(3, "draft steps to unroll")
     mlp_width: int = _option(0, "width of the head's MLP (default: the target's)")
     every: int = _option(500, "steps between evaluations")
@@ -48,7 +51,7 @@ GROUPS = {
     "models and files": ("target", "output", "report", "checkpoint", "resume", "device"),
     "how long": ("minutes", "steps", "every", "seed", "tiny"),
     "data": ("prompts", "asked", "greedy", "temperature", "answering", "held_out", "length", "batch"),
-    "training": ("nextn", "mlp_width", "batch_tokens", "chunk", "rate", "soft", "decay"),
+    "training": ("nextn", "mlp_width", "keep_states", "batch_tokens", "chunk", "rate", "soft", "decay"),
 }
 """The options as ``--help`` shows them."""
 
