@@ -11,7 +11,7 @@ from specfsm.backends.resource import DomainView, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.states.resource import bits
-from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, world
+from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, Injected, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -105,3 +105,64 @@ def test_view_shows_what_resources_are_in_its_domain() -> None:
     view = binding.view
     with pytest.raises(KeyError, match="rows: this view is of no bound backend"):
         DomainView(view.domain, view.manager, view.geometry, None, view.axes).value("rows")
+
+
+# Stages: the host's work, then the device's.
+
+
+def host_copy(view: DomainView, buffer: torch.Tensor) -> torch.Tensor:
+    """Reads on the host what was staged: wrong unless the copy was enqueued before."""
+    return buffer.copy_(view.value("rows"))
+
+
+READS_STAGED = Table("echo", reads=("rows",), dtype="int32", shape=("S",), refresh=host_copy)
+
+
+def test_host_never_reads_what_was_not_sent_yet() -> None:
+    """A function of the host that reads a staged buffer begins a stage; everything before it shares one."""
+    resources = (*(each for each in RESOURCES if each.name in ("base", "rows", "block_table")), READS_STAGED)
+    at = world(Backend("toy", resources, {"adapter": "the adapter"}))
+    at.prepare()
+    assert at.metadata.echo.tolist() == at.metadata.rows.tolist() != [-1] * 5
+    names = at.fsm.ledger.names
+    binding = at.fsm.bindings[TARGET]
+    [plan] = binding._plans.values()
+    assert [[names[step.place] for step in stage.hosts] for stage in plan] == [["base", "rows"], ["echo"]]
+
+
+def test_what_nobody_on_the_host_reads_is_one_stage() -> None:
+    """DSA, all of it stale: fills first, then every copy, the maps of its tokens, and one launch."""
+    at = world("dsa")
+    at.prepare()
+    names = at.fsm.ledger.names
+    [[stage]] = at.fsm.bindings[TARGET]._plans.values()
+    assert [names[step.place] for step in stage.devices] == [
+        "req_idx_per_token",
+        "tokens_to_end",
+        "kv_cache_block_offsets",
+    ]
+    assert stage.devices[-1].resource is None
+
+
+def test_copies_before_a_failing_launch_are_still_guarded() -> None:
+    """They were enqueued: their sources are in flight, not free."""
+    at = world()
+    at.fuse.arm("launch")
+    with pytest.raises(Injected):
+        at.prepare()
+    at.fuse.disarm()
+    binding = at.fsm.bindings[TARGET]
+    carried = [staged.resource for flight in binding.flights.all for staged in flight.buffers]
+    assert carried == ["base", "rows"]
+    at.prepare()
+
+
+def test_bound_buffer_is_copied_to_from_then_on() -> None:
+    """The plan of a refresh names no buffer that is gone."""
+    at = world()
+    at.prepare()
+    other = torch.full_like(at.metadata.rows, 7)
+    at.fsm.bind("rows", other, TARGET)
+    at.prepare()
+    assert at.metadata.rows is other
+    assert other.tolist() != [7] * 5
