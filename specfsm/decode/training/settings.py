@@ -69,7 +69,7 @@ TINY = {
 
 EXAMPLES = """\
   specfsm train-draft --tiny                       does it run here? a minute on a CPU, nothing worth keeping
-  specfsm train-draft --minutes 8 --mlp-width 2304 --report report.json
+  specfsm train-draft --minutes 5.5 --mlp-width 2304 --keep-states
                                                    the shipped head's run, on one H200
   specfsm train-draft --target MODEL --output head.safetensors --checkpoint progress
                                                    a head for another Llama model
