@@ -29,7 +29,7 @@ def complaint(capsys: Capture) -> str:
 # The command itself.
 
 
-@pytest.mark.parametrize("command", [(), ("diagram",), ("explain",)])
+@pytest.mark.parametrize("command", [(), ("diagram",), ("explain",), ("train-draft",)])
 def test_help_teaches(command: tuple[str, ...], capsys: Capture) -> None:
     """Every --help exits 0; a subcommand's ends with examples."""
     with pytest.raises(SystemExit) as done:
