@@ -703,3 +703,12 @@ def test_any_traffic_is_lossless(mode: str, kind: str, actions: list[tuple[str, 
         assert output == expected[: len(output)]
         assert request in traffic.aborted or output == expected
     assert [cache.free_blocks for cache in traffic.loop.caches] == free_at_start(traffic.loop)
+
+
+def test_graph_of_one_draft_step_replays_after_a_prompt() -> None:
+    """A window of one step leaves the draft's values at the prompt's batch; the recording is replayed all the same."""
+    loop = DecodeLoop(target(), draft("self"), settings(draft_len=1, max_requests=1, graphs="whole", graph_sizes=(1,)))
+    ids = [loop.submit(prompt(number, 5), 16) for number in range(2)]
+    outputs = loop.run()
+    assert [outputs[each] for each in ids] == [reference(prompt(number, 5), 16) for number in range(2)]
+    assert loop.replays > 0
