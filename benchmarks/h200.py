@@ -272,7 +272,7 @@ SECTIONS: dict[str, Callable[[Bench], Any]] = {"steps": steps, "missed": missed,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
-    parser.add_argument("--draft", default="early-exit:29", help="of the sections matrix and steps (%(default)s)")
+    parser.add_argument("--draft", default="mtp", help="of the sections matrix and steps (%(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS))
