@@ -212,6 +212,9 @@ class NoSwitch:
     def draft_replay(self, graph: Any, batch: Batch) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def batch(self, domain: Domain) -> None:
+        """Nothing."""
+
     def finish(self) -> None:
         """Nothing."""
 
