@@ -95,7 +95,8 @@ class Bench:
 def matrix(bench: Bench) -> list[dict[str, Any]]:
     """Speculative against target-only decoding, through the same kernels."""
     rows = []
-    for name, variant in VARIANTS.items():
+    for name in bench.options.variants:
+        variant = VARIANTS[name]
         alone = bench.outputs(bench.loop(variant, 0), bench.options.new_tokens)
         for nextn, graphs, overlap in itertools.product((1, 2, 3), ("off", "whole", "draft"), (False, True)):
             loop = bench.loop(variant, nextn, graphs=graphs, overlap=overlap)
@@ -279,6 +280,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="of the matrix")
     parser.add_argument("--out", type=Path, default=Path())
     options = parser.parse_args()
     bench = Bench(options)

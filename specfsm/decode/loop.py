@@ -263,8 +263,9 @@ class DecodeLoop:
 
     def _contracts(self) -> tuple[Contract, ...]:
         """The rules that every event of this loop is held to, before those that it was given."""
-        draft = None if self.draft_cache is None else self.draft_cache.capacity
-        window = Window(self.cache.capacity, draft, draft_len=self.settings.draft_len)
+        if self.draft_cache is None:
+            return (self.lifetime, Window(self.cache.capacity, None, draft_len=0))
+        window = Window(self.cache.capacity, self.draft_cache.capacity, draft_len=self.settings.draft_len)
         return (self.lifetime, window, self.content)
 
     @property

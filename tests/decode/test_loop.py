@@ -712,3 +712,11 @@ def test_graph_of_one_draft_step_replays_after_a_prompt() -> None:
     outputs = loop.run()
     assert [outputs[each] for each in ids] == [reference(prompt(number, 5), 16) for number in range(2)]
     assert loop.replays > 0
+
+
+def test_target_alone_is_replayed_too() -> None:
+    """Without a draft there is no draft's content to ask for: after the prompt and two warm-ups every step is a replay."""
+    loop = DecodeLoop(target(), None, settings(graphs="whole", graph_sizes=(1,)))
+    loop.submit(prompt(0, 4), 12)
+    loop.run()
+    assert (loop.eager, loop.replays) == (2, 9)
