@@ -715,7 +715,7 @@ def test_graph_of_one_draft_step_replays_after_a_prompt() -> None:
 
 
 def test_target_alone_is_replayed_too() -> None:
-    """Without a draft there is no draft's content to ask for: after the prompt and two warm-ups every step is a replay."""
+    """Without a draft there is no draft content to ask for: after two warm-ups every step is a replay."""
     loop = DecodeLoop(target(), None, settings(graphs="whole", graph_sizes=(1,)))
     loop.submit(prompt(0, 4), 12)
     loop.run()
