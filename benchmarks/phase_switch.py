@@ -615,7 +615,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS))
     parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=41, help="steps that are timed (%(default)s)")
-    parser.add_argument("--warm", type=int, default=8, help="steps before them (%(default)s)")
+    parser.add_argument("--warm", type=int, default=16, help="steps before them (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw host times over batch")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: show an earlier run's figures")
@@ -633,9 +633,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for name in options.backends:
             for batch in options.batches:
                 rows += measure(name, batch, device, options.rounds, options.warm)
+                if options.json:  # each time: a run that is cut short leaves what it had
+                    options.json.write_text(json.dumps(report(rows, device), indent=1))
         facts = report(rows, device)
-        if options.json:
-            options.json.write_text(json.dumps(facts, indent=1))
         print(f"{facts['card']}, {facts['versions']}\n")
     show(rows)
     if options.plot:
