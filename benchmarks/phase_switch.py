@@ -16,11 +16,11 @@ request gained TOKENS tokens and so a few rows crossed a page boundary:
   of the bytes that the step changed (a length of each request, the rows that grew);
 - *batch object*: the `Batch` that describes a step, which an engine builds once for target and draft.
 
-Columns: host time (Python and driver, nothing waited for, the device idle before it), device time (between two events
-behind a sleeping kernel, so that the host's time is hidden), launches, copies and bytes copied (from torch's profiler;
-without a GPU, torch operations), and what the host executed: Python bytecodes and calls into C, which no noise moves.
-Times are medians in µs, with quartiles. Before anything is timed the draft's tables of the three that refill are
-compared, bit for bit.
+Columns: host time (Python and driver, nothing waited for; the device is idle before it, and the target's part of the
+step was just done in the contender's own way), device time (between two events behind a sleeping kernel, so that the
+host's time is hidden), launches, copies and bytes copied (from torch's profiler; without a GPU, torch operations), and
+what the host executed: Python bytecodes and calls into C, which no noise moves. Times are medians in µs, with
+quartiles. Before anything is timed the draft's tables of the three that refill are compared, bit for bit.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class World:
         self.changed_bytes = 0
         for _ in range(4):
             self.advance()
+            self.prepare()
             self.switch()
 
     def advance(self) -> None:
@@ -130,20 +131,24 @@ class World:
         owner = torch.arange(self.batch).repeat_interleave(TOKENS)
         position = self.lens[owner] - TOKENS + torch.arange(TOKENS).repeat(self.batch)
         self.step = Step(self.new_batch(), self.lens, owner, position)
-        self.prepare()
 
     def new_batch(self) -> Batch:
         return Batch(self.requests, self.lens.tolist(), self.tokens)
 
+    # The target's part of a step, which is not timed. Every contender finds its own just done, as in a decode loop.
+
     def prepare(self) -> None:
-        """The target's part of the step, which is not timed: every contender finds it done."""
         self.fsm.target_prepare(self.step.batch)
 
     def prepare_stale(self) -> None:
-        """The same, and everything of the draft's is stale."""
-        self.prepare()
+        """Everything is stale in both caches, and refreshed in the target's."""
         for name in INPUTS:
-            self.fsm.moved(name, DRAFT)
+            self.fsm.moved(name)
+        self.prepare()
+
+    def prepare_by_hand(self, generation: str) -> Callable[[], None]:
+        switch = self.by_hand[generation]
+        return lambda: switch.refill(switch.metadata, self.step)
 
     # Timed bodies.
 
@@ -212,7 +217,7 @@ def contenders(world: World) -> dict[str, Contender]:
     def nothing() -> None:
         pass
 
-    made = {name: Contender(nothing, world.hand(name)) for name in world.by_hand}
+    made = {name: Contender(world.prepare_by_hand(name), world.hand(name)) for name in world.by_hand}
     # The typical step first: it is the first that sees the new lengths and blocks.
     made["typical"] = Contender(world.prepare, world.switch)
     made["nothing stale"] = Contender(world.prepare, world.switch)
@@ -351,6 +356,7 @@ def count(world: World, name: str, contender: Contender) -> Counts:
     def fresh() -> None:
         world.advance()
         if name == "nothing stale":
+            world.prepare()
             world.switch()
         contender.ready()
         wait(world.device)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import fields, frozen
 
 from specfsm.backends.resource import Buffer, Pointer
 from specfsm.domain import Batch, Domain
@@ -45,7 +45,8 @@ class Baked:
         if now == self.what:
             return ""
         name = binding.backend.resources[self.place].name
-        return f"{name} [{self.domain}] was recorded as {_shown(self.what)}, but is {_shown(now)}"
+        line = f"{name} [{self.domain}] was recorded as {_shown(self.what)}, but is {_shown(now)}"
+        return f"{line}: another {', '.join(_other(self.what, now))}" if isinstance(now, Layout) else line
 
 
 @frozen
@@ -60,6 +61,11 @@ class Layout:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} {list(self.shape)} strides {list(self.stride)} at {self.address:#x}"
+
+
+def _other(was: Any, now: Layout) -> list[str]:
+    """In what two places differ: address, shape, stride, dtype."""
+    return [each.name for each in fields(Layout) if getattr(was, each.name, None) != getattr(now, each.name)]
 
 
 def bake(value: Any) -> Any:
@@ -171,10 +177,14 @@ class Graph:
             line = baked.differs(bindings[baked.domain])
             if line:
                 yield line
-        yield from self._bounds(bindings[Domain.DRAFT], batch)
+        target, draft = bindings
+        if target is not draft and self.batches[Domain.TARGET] is not None and target.batch is not None:
+            yield from self._bounds(target, target.batch)
+            yield from self._rows(target.batch, batch)
+        yield from self._bounds(draft, batch)
 
-    def _bounds(self, draft: Binding, batch: Batch) -> Iterator[str]:
-        recorded = self.batches[draft.domain]
+    def _bounds(self, binding: Binding, batch: Batch) -> Iterator[str]:
+        recorded = self.batches[binding.domain]
         if recorded is None:
             return
         for what, was, now in (
@@ -185,7 +195,19 @@ class Graph:
                 yield f"was recorded for {was} {what}, but the batch has {now}: pad it to the recorded size"
         if len(recorded) == len(batch) and recorded.tokens != batch.tokens:
             yield f"was recorded for {recorded.tokens} tokens a request, but the batch has {batch.tokens}"
-        limit = self.max_len or draft.view.geometry.max_tokens_per_seq
+        width = binding.view.geometry.max_tokens_per_seq
+        limit = width if self.max_len is None else self.max_len
         for request, length in zip(batch.request_ids, batch.kv_lens, strict=True):
             if length > limit:
                 yield f"was recorded for KV lengths up to {limit}, but request {request} has {length}"
+            elif length > width:
+                yield f"reads tables {width} tokens wide [{binding.domain}], but request {request} has {length}"
+
+    def _rows(self, target: Batch, draft: Batch) -> Iterator[str]:
+        """A graph of both models passes from one to the other row by row."""
+        ids = {None if each is None else each.request_ids for each in self.batches}
+        if len(ids) == 1 and target.request_ids != draft.request_ids:
+            yield (
+                f"was recorded for the same requests in both caches, but the target's batch has {target.request_ids} "
+                f"and the draft's {draft.request_ids}"
+            )

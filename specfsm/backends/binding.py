@@ -35,6 +35,8 @@ class Binding:
         values: by place, what a switch puts on the metadata: buffers, references, views; None where none is made yet.
         hosts: by place, the host half of a Staged that was filled last.
         recorder: records the device's part of a refresh; None where nothing is recorded.
+        side: the domain as an index.
+        generation, blocks_version: the manager's, when it was last looked at; -1 before.
 
     Raises:
         UnknownMetadata: an attribute is missing, or a buffer has not the declared dtype or shape.
@@ -52,12 +54,14 @@ class Binding:
     ) -> None:
         self.backend = backend
         self.domain = domain
+        self.side = int(domain)
         self.places = {resource.name: place for place, resource in enumerate(backend.resources)}
         self.view = DomainView(domain, manager, manager.geometry, None, axes, self._value)
         self.present = [domain in resource.domains for resource in backend.resources]
         self.values: list[Any] = [None] * len(backend.resources)
         self.rings: dict[int, StagingRing] = {}
         self.hosts: dict[int, torch.Tensor] = {}
+        self.generation = self.blocks_version = -1
         backend.require_manager(domain, manager)
         self.flights = Flights(event or events(device))
         offenders = self._bind_buffers(metadata, device)

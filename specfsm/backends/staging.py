@@ -27,6 +27,29 @@ class Event(Protocol):
     def synchronize(self) -> Any: ...
 
 
+class DeviceEvent(torch.cuda.Event):
+    """A CUDA event on the current stream, whose object is kept: making it takes longer than recording.
+
+    Args:
+        device: whose current stream is meant.
+    """
+
+    def __new__(cls, device: torch.device) -> DeviceEvent:
+        made: DeviceEvent = super().__new__(cls)
+        return made
+
+    def __init__(self, device: torch.device) -> None:
+        self.place = device
+        self.streams: dict[int, Any] = {}
+
+    def record(self, stream: Any = None) -> None:
+        handle = torch._C._cuda_getCurrentRawStream(self.place.index)
+        known = self.streams.get(handle)
+        if known is None:
+            known = self.streams[handle] = torch.cuda.current_stream(self.place)
+        super().record(known)
+
+
 class Landed:
     """The event of a copy that is complete when it returns, as host-to-host copies are."""
 
@@ -173,4 +196,4 @@ class StagingRing:
 
 def events(device: torch.device) -> Callable[[], Event]:
     """What guards copies to `device`."""
-    return torch.cuda.Event if device.type == "cuda" else Landed
+    return (lambda: DeviceEvent(device)) if device.type == "cuda" else Landed
