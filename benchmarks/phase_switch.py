@@ -16,11 +16,11 @@ request gained TOKENS tokens and so a few rows crossed a page boundary:
   of the bytes that the step changed (a length of each request, the rows that grew);
 - *batch object*: the `Batch` that describes a step, which an engine builds once for target and draft.
 
-Columns: host time (Python and driver, nothing waited for, the device idle before it), device time (between two events
-behind a sleeping kernel, so that the host's time is hidden), launches, copies and bytes copied (from torch's profiler;
-without a GPU, torch operations), and what the host executed: Python bytecodes and calls into C, which no noise moves.
-Times are medians in µs, with quartiles. Before anything is timed the draft's tables of the three that refill are
-compared, bit for bit.
+Columns: host time (Python and driver, nothing waited for; the device is idle before it, and the target's part of the
+step was just done in the contender's own way), device time (between two events behind a sleeping kernel, so that the
+host's time is hidden), launches, copies and bytes copied (from torch's profiler; without a GPU, torch operations), and
+what the host executed: Python bytecodes and calls into C, which no noise moves. Times are medians in µs, with
+quartiles. Before anything is timed the draft's tables of the three that refill are compared, bit for bit.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class World:
         self.changed_bytes = 0
         for _ in range(4):
             self.advance()
+            self.prepare()
             self.switch()
 
     def advance(self) -> None:
@@ -130,20 +131,24 @@ class World:
         owner = torch.arange(self.batch).repeat_interleave(TOKENS)
         position = self.lens[owner] - TOKENS + torch.arange(TOKENS).repeat(self.batch)
         self.step = Step(self.new_batch(), self.lens, owner, position)
-        self.prepare()
 
     def new_batch(self) -> Batch:
         return Batch(self.requests, self.lens.tolist(), self.tokens)
 
+    # The target's part of a step, which is not timed. Every contender finds its own just done, as in a decode loop.
+
     def prepare(self) -> None:
-        """The target's part of the step, which is not timed: every contender finds it done."""
         self.fsm.target_prepare(self.step.batch)
 
     def prepare_stale(self) -> None:
-        """The same, and everything of the draft's is stale."""
-        self.prepare()
+        """Everything is stale in both caches, and refreshed in the target's."""
         for name in INPUTS:
-            self.fsm.moved(name, DRAFT)
+            self.fsm.moved(name)
+        self.prepare()
+
+    def prepare_by_hand(self, generation: str) -> Callable[[], None]:
+        switch = self.by_hand[generation]
+        return lambda: switch.refill(switch.metadata, self.step)
 
     # Timed bodies.
 
@@ -212,7 +217,7 @@ def contenders(world: World) -> dict[str, Contender]:
     def nothing() -> None:
         pass
 
-    made = {name: Contender(nothing, world.hand(name)) for name in world.by_hand}
+    made = {name: Contender(world.prepare_by_hand(name), world.hand(name)) for name in world.by_hand}
     # The typical step first: it is the first that sees the new lengths and blocks.
     made["typical"] = Contender(world.prepare, world.switch)
     made["nothing stale"] = Contender(world.prepare, world.switch)
@@ -351,6 +356,7 @@ def count(world: World, name: str, contender: Contender) -> Counts:
     def fresh() -> None:
         world.advance()
         if name == "nothing stale":
+            world.prepare()
             world.switch()
         contender.ready()
         wait(world.device)
@@ -398,12 +404,17 @@ def bytecodes(body: Callable[[], None]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        body()
-    finally:
-        sys.settrace(before)
+    def traced(run: Callable[[], None]) -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            run()
+        finally:
+            sys.settrace(before)
+
+    traced(lambda: None)  # Python 3.12 reports no bytecode to the first trace of a process
+    count = 0
+    traced(body)
     return count
 
 
@@ -455,7 +466,6 @@ def measure(name: str, batch: int, device: torch.device, rounds: int, warm: int)
     world.require_equal()
     samples = sample(world, rounds, warm)
     world.require_equal()
-    counts = {each: count(world, each, contender) for each, contender in contenders(world).items()}
     return [
         Row(
             name,
@@ -463,10 +473,25 @@ def measure(name: str, batch: int, device: torch.device, rounds: int, warm: int)
             each,
             quartiles(seen.host),
             quartiles(seen.device) if seen.device else None,
-            counts[each],
+            Counts(),
         )
         for each, seen in samples.items()
     ]
+
+
+def count_all(rows: Sequence[Row], device: torch.device) -> None:
+    """Counts, after all times: once the profiler was used, every call of the driver takes longer for good."""
+    for name, batch in dict.fromkeys((row.backend, row.batch) for row in rows):
+        world = World(name, batch, device)
+        for _ in range(12):  # until what comes again is recorded, for each side of the staging rings
+            world.advance()
+            for ready in (world.prepare, world.prepare_stale):
+                ready()
+                world.switch()
+        made = contenders(world)
+        for row in rows:
+            if (row.backend, row.batch) == (name, batch):
+                row.counts = count(world, row.contender, made[row.contender])
 
 
 def ratio(rows: Sequence[Row], row: Row, other: str) -> float | None:
@@ -615,7 +640,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS))
     parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=41, help="steps that are timed (%(default)s)")
-    parser.add_argument("--warm", type=int, default=8, help="steps before them (%(default)s)")
+    parser.add_argument("--warm", type=int, default=16, help="steps before them (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw host times over batch")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: show an earlier run's figures")
@@ -633,6 +658,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for name in options.backends:
             for batch in options.batches:
                 rows += measure(name, batch, device, options.rounds, options.warm)
+                if options.json:  # each time: a run that is cut short leaves what it had
+                    options.json.write_text(json.dumps(report(rows, device), indent=1))
+        count_all(rows, device)
         facts = report(rows, device)
         if options.json:
             options.json.write_text(json.dumps(facts, indent=1))

@@ -60,6 +60,7 @@ def test_typical_step_moves_lengths_and_a_few_rows() -> None:
     world = phase_switch.World("dsa", 16, CPU)
     version = world.caches[1].blocks_version
     world.advance()
+    world.prepare()
     assert world.caches[1].blocks_version == version + 1
     assert 0 < len(world.caches[1].changed) < 16
     world.fsm.trace.clear()

@@ -34,6 +34,7 @@ class Binding:
     Attributes:
         values: by place, what a switch puts on the metadata: buffers, references, views; None where none is made yet.
         hosts: by place, the host half of a Staged that was filled last.
+        recorder: records the device's part of a refresh; None where nothing is recorded.
         side: the domain as an index.
         generation, blocks_version: the manager's, when it was last looked at; -1 before.
 
@@ -75,6 +76,8 @@ class Binding:
         self.before, self.launched, self.after = self._stages()
         self._sources = self._read_buffers(backend.ledger())
         self._plans: dict[int, tuple[_Stage, ...]] = {}
+        compiled = self.launch is None or self.launch.engine == "triton"
+        self.recorder = Recorder(device) if device.type == "cuda" and compiled else None
 
     @property
     def manager(self) -> KVManager:
@@ -179,6 +182,8 @@ class Binding:
             if step.on_device:
                 pending |= step.mask
         stages.append(stage)
+        for each in stages:
+            each.recordable = all(self._recordable(step) for step in each.devices)
         plan = self._plans[mask] = tuple(stages)
         return plan
 
@@ -214,14 +219,17 @@ class Binding:
                     declined |= step.mask
                 elif step.on_device:
                     filled.append((step.place, value))
-            for place, buffer in filled:
-                self.values[place].copy_(buffer.tensor, non_blocking=True)
-                sent += 1
-            for step in stage.devices:
-                skipped = step.mask & _readers(ledger, declined) if declined else 0
-                written &= ~skipped
-                if step.mask & ~skipped and self._write(step, skipped) is None:
-                    declined |= step.mask
+            if stage.recordable and not declined and self._replay(stage, filled):
+                sent = len(filled)
+            else:
+                for place, buffer in filled:
+                    self.values[place].copy_(buffer.tensor, non_blocking=True)
+                    sent += 1
+                for step in stage.devices:
+                    skipped = step.mask & _readers(ledger, declined) if declined else 0
+                    written &= ~skipped
+                    if step.mask & ~skipped and self._write(step, skipped) is None:
+                        declined |= step.mask
         except BaseException:
             for _, buffer in filled[sent:]:
                 buffer.abandon()
@@ -237,6 +245,59 @@ class Binding:
         assert self.launch is not None, "there are tasks only where there are recipes"
         self.launch(sum(self.tasks[place] for place in bits(step.mask & ~skipped)))
         return step
+
+    # A stage that comes again and again is recorded once, with its copies, and replayed.
+
+    def _replay(self, stage: _Stage, filled: list[tuple[int, StagingBuffer]]) -> bool:
+        """Replay the recording of this stage and these staging buffers, if there is one by now."""
+        if self.recorder is None or len(filled) + len(stage.devices) < 2 or self.recorder.capturing():
+            return False
+        sides = 0
+        for _, buffer in filled:
+            sides = sides << 1 | buffer.side
+        replay = stage.recordings.get(sides)
+        if replay is None:
+            seen = stage.seen[sides] = stage.seen.get(sides, 0) + 1
+            if seen <= RECORD_AFTER:
+                return False
+            replay = self._recorded(stage, filled)
+            if replay is None:
+                return False
+            stage.recordings[sides] = replay
+        replay()
+        torch.autograd.graph.increment_version(stage.outputs)
+        return True
+
+    def _recorded(self, stage: _Stage, filled: list[tuple[int, StagingBuffer]]) -> Callable[[], None] | None:
+        """A recording of the device's part; None, for good, where something in it cannot be recorded."""
+        assert self.recorder is not None, "only then is anything recorded"
+        copies = [(self.values[place], buffer.tensor) for place, buffer in filled]
+        results: list[Any] = []
+
+        def issue() -> None:
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+            results.extend(self._write(step, 0) for step in stage.devices)
+
+        try:
+            replay = self.recorder.record(issue)
+        except RuntimeError:  # an operation that no stream may capture
+            stage.recordable = False
+            return None
+        if any(result is None for result in results):
+            stage.recordable = False
+            return None
+        stage.outputs = [self.values[place] for place, _ in filled] + [
+            self.values[place] for step in stage.devices for place in bits(step.mask)
+        ]
+        return replay
+
+    def _recordable(self, step: _Step) -> bool:
+        """Whether a recording stays true: the step reads buffers, as the launch does, which stay where they are."""
+        if step.resource is None:
+            return True
+        by_name = self.backend.by_name
+        return all(read in self.backend.inputs or isinstance(by_name[read], Buffer) for read in step.resource.reads)
 
     def _depart(self, filled: list[tuple[int, StagingBuffer]]) -> None:
         """The copies were enqueued: one event behind them guards them all."""
@@ -292,15 +353,58 @@ class _Stage:
         hosts: filled, derived, dropped and referred to by the host, in order.
         devices: written by the device, in order, after what was filled is copied.
         mask: all that it writes.
+        recordable: whether the device's part may be recorded.
+        recordings: which side of each staging ring is copied, as bits → replay of the device's part.
+        seen: the same bits → how often the stage ran so.
+        outputs: the tensors that a replay writes.
     """
 
     hosts: list[_Step] = field(factory=list)
     devices: list[_Step] = field(factory=list)
     mask: int = 0
+    recordable: bool = False
+    recordings: dict[int, Callable[[], None]] = field(factory=dict)
+    seen: dict[int, int] = field(factory=dict)
+    outputs: list[torch.Tensor] = field(factory=list)
 
     def add(self, step: _Step) -> None:
         (self.hosts if step.on_host else self.devices).append(step)
         self.mask |= step.mask
+
+
+RECORD_AFTER = 2
+"""Recording takes a millisecond or two: only what ran so often already is recorded."""
+
+
+class Recorder:
+    """Records device work as a CUDA graph: its few copies and kernels cost the host one launch instead of one each.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()  # graphs of a domain run one after the other: scratch may be shared
+
+    def capturing(self) -> bool:
+        """Whether the engine captures: what is issued then belongs to its graph, which cannot hold a replay."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, issue: Callable[[], None]) -> Callable[[], None]:
+        """Run `issue` once, executing nothing; what replays it.
+
+        Raises:
+            RuntimeError: it holds an operation that cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # torch has no types here
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                issue()
+            finally:
+                graph.capture_end()
+        return graph.replay
 
 
 def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int], domain: Domain) -> list[str]:

@@ -27,6 +27,27 @@ class Event(Protocol):
     def synchronize(self) -> Any: ...
 
 
+class DeviceEvent:
+    """A CUDA event on whatever stream is current. The stream's object is kept: making it takes longer than recording.
+
+    Args:
+        device: whose current stream is meant.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.query, self.synchronize, self._record = event.query, event.synchronize, event.record
+        self.device = device
+        self.streams: dict[int, Any] = {}
+
+    def record(self) -> None:
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = torch.cuda.current_stream(self.device)
+        self._record(stream)
+
+
 class Landed:
     """The event of a copy that is complete when it returns, as host-to-host copies are."""
 
@@ -117,7 +138,7 @@ class StagingBuffer:
         Raises:
             PendingTransfer: its copy has not landed.
         """
-        if not self.poll() and self.machine.state is Transfer.IN_FLIGHT:
+        if self.machine.state is Transfer.IN_FLIGHT and not self.poll():
             raise PendingTransfer(
                 Transfer.IN_FLIGHT, "fill", legal=TRANSFER.legal(Transfer.IN_FLIGHT), resource=self.resource
             )
@@ -164,7 +185,8 @@ class StagingRing:
     def take(self) -> StagingBuffer:
         """The next buffer in turn, waited for if its copy is still pending; `waits` counts how often that happened."""
         buffer = self.buffers[self.turn]
-        if not buffer.poll() and buffer.flight is not None and buffer.machine.state is Transfer.IN_FLIGHT:
+        if buffer.machine.state is Transfer.IN_FLIGHT and not buffer.poll():
+            assert buffer.flight is not None, "what is in flight has a flight"
             self.waits += 1
             buffer.flight.wait()
         self.turn = (self.turn + 1) % self.DEPTH
@@ -173,4 +195,4 @@ class StagingRing:
 
 def events(device: torch.device) -> Callable[[], Event]:
     """What guards copies to `device`."""
-    return torch.cuda.Event if device.type == "cuda" else Landed
+    return (lambda: DeviceEvent(device)) if device.type == "cuda" else Landed

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import attrs
 import pytest
 import torch
 
 from specfsm.backends.backend import Backend
-from specfsm.backends.resource import DomainView, Table
+from specfsm.backends.resource import Alias, DomainView, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.states.resource import bits
-from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, Injected, world
+from specfsm.states.transfer import Transfer
+from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, Injected, World, buffers, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -166,3 +170,115 @@ def test_bound_buffer_is_copied_to_from_then_on() -> None:
     at.prepare()
     assert at.metadata.rows is other
     assert other.tolist() != [7] * 5
+
+
+# A stage that comes again is recorded and replayed.
+
+
+class Tape:
+    """Stands in for a device's recorder: a replay runs what was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.busy = self.refuses = False
+
+    def capturing(self) -> bool:
+        return self.busy
+
+    def record(self, issue: Callable[[], None]) -> Callable[[], None]:
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            issue()
+
+        return replay
+
+
+def taped(backend: str | Backend = "toy", **options: Any) -> tuple[World, Tape]:
+    at, tape = world(backend, **options), Tape()
+    at.fsm.bindings[TARGET].recorder = tape  # type: ignore[assignment]  # stands in for it
+    return at, tape
+
+
+def step(at: World, length: int) -> None:
+    """Everything that a step moves."""
+    at.target.swap()
+    at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * len(BATCH)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replayed_refresh_writes_what_the_plain_one_does(backend: str) -> None:
+    """A recording for each side of the rings, made the third time it comes; level "tensors" sees each write."""
+    (at, tape), plain = taped(backend, check="tensors"), world(backend, check="tensors")
+    for length in range(4, 14):
+        for each in (at, plain):
+            step(each, min(length, 12))
+        for name, contents in buffers(plain.fsm, TARGET).items():
+            assert torch.equal(buffers(at.fsm, TARGET)[name], contents), name
+    assert tape.replayed > 0
+    assert tape.recorded <= 4
+
+
+def test_nothing_is_replayed_into_the_engines_own_graph() -> None:
+    at, tape = taped()
+    tape.busy = True
+    for length in range(4, 14):
+        step(at, min(length, 12))
+    assert (tape.recorded, tape.replayed) == (0, 0)
+
+
+def test_what_cannot_be_captured_is_issued_as_before() -> None:
+    at, tape = taped()
+    tape.refuses = True
+    for length in range(4, 14):
+        step(at, min(length, 12))
+    assert torch.equal(at.metadata.rows, at.metadata.host_rows)
+
+
+def test_recording_of_a_buffer_that_is_gone_is_dropped() -> None:
+    at, tape = taped()
+    for length in range(4, 12):
+        step(at, length)
+    assert tape.replayed
+    other = torch.full_like(at.metadata.rows, 7)
+    at.fsm.bind("rows", other, TARGET)
+    replayed = tape.replayed
+    step(at, 12)
+    assert tape.replayed == replayed
+    assert torch.equal(other, at.metadata.host_rows)
+
+
+def test_refresh_that_reads_a_view_is_not_recorded() -> None:
+    """The view's length follows the batch: a recording would keep the old one."""
+    view = Alias("live_rows", of="rows", reads=("batch",), derive=lambda rows, view: rows[: len(view.batch or ())])
+    reader = Table(
+        "reader",
+        reads=("rows", "live_rows"),
+        dtype="int32",
+        shape=("S",),
+        refresh=lambda view, buffer: buffer.fill_(len(view.value("live_rows"))),
+        on_device=True,
+    )
+    kept = tuple(each for each in RESOURCES if each.name in ("base", "rows"))
+    at, tape = taped(Backend("toy", (*kept, view, reader), {"adapter": "the adapter"}))
+    for length in range(4, 12):
+        step(at, length)
+    assert tape.recorded == 0
+    assert at.metadata.reader.tolist() == [3] * 5
+
+
+def test_failing_replay_keeps_nothing_in_flight_and_is_tried_again() -> None:
+    at, _ = taped()
+    for length in range(4, 12):
+        step(at, length)
+    at.fuse.arm("launch")
+    with pytest.raises(Injected):
+        step(at, 12)
+    at.fuse.disarm()
+    for ring in at.fsm.bindings[TARGET].rings.values():
+        assert ring.buffers[ring.turn - 1].machine.state is Transfer.FREE
+    step(at, 12)
+    assert torch.equal(at.metadata.rows, at.metadata.host_rows)
