@@ -1,4 +1,4 @@
-"""Captured graphs in a busy engine: a replay reads what plain Python says is right, or it is refused and changes nothing.
+"""Captured graphs in a busy engine: a replay reads what plain Python says is right, or is refused and changes nothing.
 
 The device is `RecordedEngine` with the semantics of a CUDA graph, and a clock by which copies land late. The captured
 phases copy every table that they find on the metadata, as kernels would read it. What the tables must hold is derived
@@ -214,7 +214,7 @@ class Engine(RuleBasedStateMachine):
         self.prepared: tuple[Any, ...] = ()
         self.in_flight: dict[tuple[int, int, int], torch.Tensor] = {}
         self.carried = {
-            each.name: {domain for domain in each.domains}
+            each.name: set(each.domains)
             for each in declared.resources
             if isinstance(each, Buffer) and each.attribute is not None
         }
