@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specfsm.backends.flash_mla import FlashMLA
     from specfsm.backends.resource import Alias, Cache, Plan, Pointer, Shared, Staged, Table
     from specfsm.backends.trtllm import Trtllm
+    from specfsm.contracts.consensus import Consensus
     from specfsm.contracts.content import DraftContent
     from specfsm.contracts.lifetime import Lifetime
     from specfsm.contracts.window import Window
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
         NestedEvent,
         NestedPhase,
         PendingTransfer,
+        RankDisagreement,
+        RankSilent,
         RefreshDeclined,
         RestoreFailed,
         RetiredRequest,
@@ -64,6 +67,7 @@ _HOMES = {
     "backends.flash_mla": ("FlashMLA",),
     "backends.resource": ("Alias", "Cache", "Plan", "Pointer", "Shared", "Staged", "Table"),
     "backends.trtllm": ("Trtllm",),
+    "contracts.consensus": ("Consensus",),
     "contracts.content": ("DraftContent",),
     "contracts.lifetime": ("Lifetime",),
     "contracts.window": ("Window",),
@@ -87,6 +91,8 @@ _HOMES = {
         "NestedEvent",
         "NestedPhase",
         "PendingTransfer",
+        "RankDisagreement",
+        "RankSilent",
         "RefreshDeclined",
         "RestoreFailed",
         "RetiredRequest",

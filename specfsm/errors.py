@@ -24,6 +24,8 @@ __all__ = [
     "NestedEvent",
     "NestedPhase",
     "PendingTransfer",
+    "RankDisagreement",
+    "RankSilent",
     "RefreshDeclined",
     "RestoreFailed",
     "RetiredRequest",
@@ -316,6 +318,69 @@ class DraftContentInvalid(IllegalTransition):
             ),
             "its pages may be there (a prefix hit, a load-back), but no draft forward has filled them",
             "to mend: begin the draft's pass at the first row that is missing, so that it re-fills them",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class RankDisagreement(IllegalTransition):
+    """Ranks that act together were about to act differently. Raised on every one of them.
+
+    Attributes:
+        rank: this rank.
+        votes: rank → what it was about to do.
+        fields: in what they differ.
+        step: for an agreed value that was asked for, the step it was asked for.
+    """
+
+    rank: int = field(default=0, kw_only=True)
+    votes: dict[int, Any] = field(factory=dict, kw_only=True)
+    fields: tuple[str, ...] = field(default=(), kw_only=True)
+    step: int | None = field(default=None, kw_only=True)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Each vote, with the ranks that cast it."""
+        ranks: dict[str, list[str]] = {}
+        for rank, vote in self.votes.items():
+            ranks.setdefault(str(vote), []).append(str(rank))
+        return tuple(f"rank {', '.join(each)}: {vote}" for vote, each in ranks.items())
+
+    def reasons(self) -> tuple[str, ...]:
+        if self.event == "agreed":
+            last = "; ".join(str(vote) for vote in self.votes.values()) or "nothing"
+            return (
+                f"the ranks have not agreed on step {self.step} yet; the last that they agreed on is {last}",
+                "to mend: vote first (fire the event, or skip), then read what was agreed",
+            )
+        return (
+            f"the ranks differ in {', '.join(self.fields)}; this is rank {self.rank}",
+            *self.lines,
+            "to mend: decide from what all ranks know alike; a rank that goes without the draft says so with skip()",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class RankSilent(RankDisagreement):
+    """A rank did not vote in time: it is dead, hangs, or took a path on which it does not vote.
+
+    Attributes:
+        missing: the ranks that did not; empty on the one that came late, when the others had given up.
+        timeout: seconds that were waited.
+        broken: the group was given up at an earlier event.
+    """
+
+    missing: tuple[int, ...] = field(default=(), kw_only=True)
+    timeout: float = field(default=0.0, kw_only=True)
+    broken: bool = field(default=False, kw_only=True)
+
+    def reasons(self) -> tuple[str, ...]:
+        who = f"rank {', '.join(map(str, self.missing))} did not vote within {self.timeout:g} s"
+        if not self.missing:
+            who = f"rank {self.rank} voted when the others had given up, after {self.timeout:g} s"
+        return (
+            who + (", at an earlier event: the group is broken since" if self.broken else ""),
+            *self.lines,
+            "to mend: find what that rank was doing; then make another Consensus on every rank",
         )
 
 

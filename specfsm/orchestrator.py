@@ -130,7 +130,8 @@ class Orchestrator:
         target: the target's KV manager.
         draft: the draft's, or a `UnifiedCache` that says why it shares the target's.
         check: "off", "stamps" or "tensors"; by default ``SPECFSM_CHECK``, else "stamps".
-        contracts: admission rules, asked before anything changes.
+        contracts: admission rules, asked in this order before anything changes, for the events of the phase table and
+            for "record".
         observer: has ``on_enter_<phase>``, ``on_exit_<phase>``, ``before_<event>``, ``after_<event>`` methods. One that
             raises undoes the transition.
         guard: the engine switches and refreshes by itself and reports with `publish`; the machine only judges.
@@ -140,6 +141,9 @@ class Orchestrator:
 
     Raises:
         UnknownMetadata: nothing is registered for the metadata's type, or a buffer or twin is missing or misshapen.
+
+    Attributes:
+        asked: while contracts are asked, the graph that is about to be recorded or replayed.
 
     One thread drives it: the one that made it, or whichever calls `adopt` in IDLE.
     """
@@ -171,7 +175,9 @@ class Orchestrator:
         self._driven = {pair: _row(pair[0], arc) for pair, arc in self.machine.arcs.items()}
         self._recorded = {pair: _recorded(row) for pair, row in self._driven.items() if row.path is not Path.REPLAY}
         self._rows = self._driven
-        self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in PHASE.events}
+        asked = (*PHASE.events, "record")
+        self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in asked}
+        self.asked: Graph | None = None
         self.trace = trace if trace is not None else Trace()
         self.trace.names = self.ledger.names
         resources = self.backend.resources
@@ -299,6 +305,7 @@ class Orchestrator:
         if self.recording is not None or self.machine.state in DRAFT_PHASES:
             raise IllegalTransition(self.machine.state, "record", legal=PHASE.legal(self.machine.state))
         graph = graph or Graph(key, max_len=max_len)
+        self._ask("record", self.switch.target.batch, graph)
         graph.record()
         self._before = self._held = None
         self._hold()
@@ -523,14 +530,22 @@ class Orchestrator:
 
     def _admit(self, row: _Row, binding: Binding, batch: Batch | None, graph: Graph | None) -> None:
         """Step 2, what not every engine asks for: contracts, a graph's contract, and the tensors themselves."""
-        for contract in self.contracts[row.event]:
-            contract.admit(self, row.event, batch)
         if graph is not None and self.check:
             require_contract(self, row.move, graph, batch)
             if binding is not self.switch.target:
                 self._require_target_of(graph, row.move)
         if self.check >= TENSORS and row.path is not None and not self.guard and self.recording is None:
             require_untampered(self, row.move, binding)
+        self._ask(row.event, batch, graph)
+
+    def _ask(self, event: str, batch: Batch | None, graph: Graph | None) -> None:
+        """The contracts, last: one of them may be a vote, and whoever voted is expected to act."""
+        self.asked = graph
+        try:
+            for contract in self.contracts[event]:
+                contract.admit(self, event, batch)
+        finally:
+            self.asked = None
 
     def _pull(self, binding: Binding) -> None:
         """Note what moved in the domain's manager since it was last looked at."""

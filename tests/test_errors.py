@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specfsm import errors
+from specfsm.contracts.consensus import Vote
 from specfsm.contracts.lifetime import Life
 from specfsm.domain import Domain
 from specfsm.states.phase import Phase
@@ -104,6 +105,27 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
             "request 9 has 0 valid rows",
             "to mend: begin the draft's pass at the first row that is missing",
         ],
+    ),
+    "RankDisagreement": (
+        errors.RankDisagreement(
+            *HERE,
+            rank=1,
+            votes={0: Vote(4, "skip", batch=8), 1: Vote(4, "draft_forward", batch=8), 2: Vote(4, "skip", batch=8)},
+            fields=("event",),
+        ),
+        RuntimeError,
+        [
+            REFUSED,
+            "the ranks differ in event; this is rank 1",
+            "rank 0, 2: step 4: skip, batch 8, draft length 0",
+            "rank 1: step 4: draft_forward, batch 8, draft length 0",
+            "a rank that goes without the draft says so with skip()",
+        ],
+    ),
+    "RankSilent": (
+        errors.RankSilent(*HERE, votes={0: Vote(4, "skip")}, missing=(1, 3), timeout=0.5),
+        errors.RankDisagreement,
+        [REFUSED, "rank 1, 3 did not vote within 0.5 s", "rank 0: step 4: skip", "another Consensus on every rank"],
     ),
     "RetiredRequest": (
         errors.RetiredRequest(*HERE, request=7),
