@@ -70,6 +70,11 @@ class ByHand:
         assert binding.batch is not None
         self._enter(binding, batch or binding.batch.next_step())
 
+    @contextmanager
+    def draft_replay(self, graph: Any, batch: Batch) -> Iterator[None]:
+        with self.draft_forward(batch):
+            yield
+
     def announce(self, batch: Batch, domain: Domain | None = None) -> None:
         binding = self.active if domain is None else self.bindings[domain]
         binding.see(batch)

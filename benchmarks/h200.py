@@ -4,8 +4,8 @@
 
 Sections: `matrix` (losslessness over eager and graphs, overlap, draft lengths, backends and kernels), `missed` (a
 dropped refresh with the real FlashMLA kernel, checked and unchecked), `rebound` (a replay after a table was
-reallocated), `steps` (step time, and the machine's share of it). Each is guarded: one that fails says so and the rest
-still run.
+reallocated), `steps` (step time with the machine, with a switch by hand and without any). Each is guarded: one that
+fails says so and the rest still run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.decode import ByHand
 from specfsm.decode.loop import DecodeLoop, Settings
 from specfsm.decode.model import Model, make_draft
 from specfsm.decode.weights import load_target
-from specfsm.domain import Domain
+from specfsm.domain import Batch, Domain
 from specfsm.errors import GraphContractBroken, StaleResource
 
 PROMPTS = (
@@ -38,6 +40,8 @@ VARIANTS = {
     "trtllm float32": {"backend": "trtllm", "dtype": "float32"},
     "flash_mla float32": {"backend": "flash_mla", "dtype": "float32"},
     "trtllm bfloat16": {"backend": "trtllm", "dtype": "bfloat16"},
+    "dsa float32": {"backend": "dsa", "dtype": "float32"},
+    "deepseek_v4 float32": {"backend": "deepseek_v4", "dtype": "float32"},
     "flash_mla bfloat16, FlashMLA kernel": {"backend": "flash_mla", "dtype": "bfloat16", "kernels": "flash_mla"},
 }
 
@@ -91,7 +95,8 @@ class Bench:
 def matrix(bench: Bench) -> list[dict[str, Any]]:
     """Speculative against target-only decoding, through the same kernels."""
     rows = []
-    for name, variant in VARIANTS.items():
+    for name in bench.options.variants:
+        variant = VARIANTS[name]
         alone = bench.outputs(bench.loop(variant, 0), bench.options.new_tokens)
         for nextn, graphs, overlap in itertools.product((1, 2, 3), ("off", "whole", "draft"), (False, True)):
             loop = bench.loop(variant, nextn, graphs=graphs, overlap=overlap)
@@ -199,34 +204,61 @@ def rebound(bench: Bench) -> dict[str, Any]:
     return facts
 
 
+class NoSwitch:
+    """Prepares nothing: what is left is the scheduler and the replay. Its tables are right until a page is added."""
+
+    def target_prepare(self, batch: Batch) -> None:
+        """Nothing."""
+
+    def draft_replay(self, graph: Any, batch: Batch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def batch(self, domain: Domain) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+
 def steps(bench: Bench) -> list[dict[str, Any]]:
-    """Median step with graphs, the share of it that the host spends in events, and the replay alone."""
+    """A replayed step with the machine, with a switch by hand that refreshes everything, and without any switch.
+
+    The loops run in lockstep, a step of each in turn.
+    """
     rows = []
-    for requests in (1, 16, 64):
-        loop = bench.loop({"backend": "trtllm", "dtype": "bfloat16", "max_tokens": 512}, 3, requests, graphs="whole")
-        for index in range(requests):
-            loop.submit(bench.ids(PROMPTS[index % len(PROMPTS)]), 400)
-        for _ in range(8):
-            loop.step()
-        loop.fsm.trace.clear()
-        times = [timed(loop.step) for _ in range(50)]
-        events = sum(one.end_ns - one.start_ns for one in loop.fsm.trace) / 1e3 / 50
-        bare = [bare_replay(loop.steps[requests]) for _ in range(50)]
-        row = {"batch": requests, "step µs": statistics.median(times), "in events µs": events}
-        rows.append(
-            row | {"replay alone µs": statistics.median(bare), "share of events": events / statistics.median(times)}
-        )
-        print(rows[-1], flush=True)
+    for requests, overlap in itertools.product((1, 16, 64), (False, True)):
+        loops = {name: replaying(bench, requests, overlap) for name in ("machine", "by hand", "no switch")}
+        by_hand: Any = ByHand(loops["by hand"].fsm)
+        none: Any = NoSwitch()
+        loops["by hand"].fsm, loops["no switch"].fsm = by_hand, none
+        trace = loops["machine"].fsm.trace
+        trace.clear()
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for _ in range(60):
+            for name, loop in loops.items():
+                times[name].append(timed(loop.step))
+        ours = times["machine"]
+        row: dict[str, Any] = {"batch": requests, "overlap": overlap}
+        row |= {f"{name} µs": statistics.median(each) for name, each in times.items()}
+        row["in events µs"] = sum(one.end_ns - one.start_ns for one in trace) / 1e3 / len(ours)
+        for name in ("by hand", "no switch"):
+            ratios = [one / other for one, other in zip(ours, times[name], strict=True)]
+            row[f"machine over {name}, quartiles"] = [round(each, 4) for each in statistics.quantiles(ratios, n=4)]
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 
-def bare_replay(step: Any) -> float:
-    """Microseconds of one replay that nobody prepared; the same step each time."""
-    length, known = step.length.clone(), step.known.clone()
-    elapsed = timed(step.engine.replay)
-    step.length.copy_(length)
-    step.known.copy_(known)
-    return elapsed
+def replaying(bench: Bench, requests: int, overlap: bool) -> DecodeLoop:
+    """A loop whose steps are replays by now, with tokens enough for all that is timed."""
+    variant = {"backend": "trtllm", "dtype": "bfloat16", "max_tokens": 768}
+    loop = bench.loop(variant, 3, requests, graphs="whole", overlap=overlap)
+    for index in range(requests):
+        loop.submit(bench.ids(PROMPTS[index % len(PROMPTS)]), 600)
+    for _ in range(10):
+        loop.step()
+    assert loop.replays, "no step was replayed"
+    return loop
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -244,10 +276,11 @@ SECTIONS: dict[str, Callable[[Bench], Any]] = {"steps": steps, "missed": missed,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
-    parser.add_argument("--draft", default="early-exit:29", help="of the sections matrix and steps (%(default)s)")
+    parser.add_argument("--draft", default="mtp", help="of the sections matrix and steps (%(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="of the matrix")
     parser.add_argument("--out", type=Path, default=Path())
     options = parser.parse_args()
     bench = Bench(options)

@@ -56,7 +56,7 @@ class Bench:
 
     def prompts(self, count: int) -> list[tuple[str, list[int]]]:
         """Held-out prompts, every kind in turn: (kind, tokens)."""
-        from specfsm.decode.training import encode, make_prompts
+        from specfsm.decode.training.prompts import encode, make_prompts
 
         by_kind: dict[str, list[str]] = defaultdict(list)
         for kind, prompt in make_prompts(40 * count, 1, held_out=True):
@@ -66,7 +66,8 @@ class Bench:
             for row in zip(*by_kind.values(), strict=False)
             for kind, each in zip(by_kind, row, strict=True)
         ]
-        return [(kind, encode(self.tokenizer, prompt)) for kind, prompt in turns[:count]]
+        kinds, texts = zip(*turns[:count], strict=True)
+        return list(zip(kinds, encode(self.tokenizer, texts), strict=True))
 
     def loop(self, batch: int, nextn: int, longest: int) -> DecodeLoop:
         options = self.options

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from specfsm.backends.flash_mla import FlashMLA
     from specfsm.backends.resource import Alias, Cache, Plan, Pointer, Shared, Staged, Table
     from specfsm.backends.trtllm import Trtllm
+    from specfsm.contracts.content import DraftContent
+    from specfsm.contracts.lifetime import Lifetime
+    from specfsm.contracts.window import Window
     from specfsm.domain import (
         AddressSpace,
         Batch,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
         Unit,
     )
     from specfsm.errors import (
+        DraftContentInvalid,
         GraphContractBroken,
         IllegalTransition,
         IncompleteBackend,
@@ -37,10 +41,12 @@ if TYPE_CHECKING:
         PendingTransfer,
         RefreshDeclined,
         RestoreFailed,
+        RetiredRequest,
         SpecFSMError,
         StaleResource,
         TargetMutated,
         UnknownMetadata,
+        WindowOverflow,
         WrongThread,
     )
     from specfsm.graph import Graph
@@ -58,6 +64,9 @@ _HOMES = {
     "backends.flash_mla": ("FlashMLA",),
     "backends.resource": ("Alias", "Cache", "Plan", "Pointer", "Shared", "Staged", "Table"),
     "backends.trtllm": ("Trtllm",),
+    "contracts.content": ("DraftContent",),
+    "contracts.lifetime": ("Lifetime",),
+    "contracts.window": ("Window",),
     "domain": (
         "AddressSpace",
         "Batch",
@@ -70,6 +79,7 @@ _HOMES = {
         "Unit",
     ),
     "errors": (
+        "DraftContentInvalid",
         "GraphContractBroken",
         "IllegalTransition",
         "IncompleteBackend",
@@ -79,10 +89,12 @@ _HOMES = {
         "PendingTransfer",
         "RefreshDeclined",
         "RestoreFailed",
+        "RetiredRequest",
         "SpecFSMError",
         "StaleResource",
         "TargetMutated",
         "UnknownMetadata",
+        "WindowOverflow",
         "WrongThread",
     ),
     "graph": ("Graph",),

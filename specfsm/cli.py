@@ -1,4 +1,4 @@
-"""The command line: ``specfsm decode``, ``diagram``, ``explain``. Each subcommand registers itself by a function.
+"""The command line: ``specfsm decode``, ``diagram``, ``explain``, ``train-draft``. Each registers itself by a function.
 
 Modules that need torch are imported by the command that uses them, so that ``--help`` and ``diagram`` answer at once.
 """
@@ -230,7 +230,42 @@ def run_decode(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
 
 
-COMMANDS = (add_decode, add_diagram, add_explain)
+# train-draft
+
+
+def add_train_draft(commands: Any) -> None:
+    """Register ``specfsm train-draft``."""
+    from specfsm.decode.training import settings
+
+    parser = _command(
+        commands,
+        "train-draft",
+        "Train a draft head for a target, on the target's own answers",
+        "No data set is needed: the target answers prompts that are made here, and a one-layer head learns to foresee\n"
+        "what it will say. Minutes on a GPU. Acceptance on held-out prompts is printed at every evaluation, and the\n"
+        "best head is kept. The same seed and --steps give the same head on the same device.",
+        settings.EXAMPLES,
+    )
+    settings.add_arguments(parser)
+    parser.set_defaults(run=run_train_draft)
+
+
+def run_train_draft(arguments: argparse.Namespace) -> int:
+    """Train, and turn a mistake in its use into one line."""
+    from specfsm.decode.training.settings import from_arguments
+
+    try:
+        from specfsm.decode.training.run import train
+
+        train(from_arguments(arguments))
+    except ImportError as error:
+        raise UsageError(f"{error}: training needs pip install 'specfsm[decode]'") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+COMMANDS = (add_decode, add_diagram, add_explain, add_train_draft)
 """What registers each subcommand, in the order that ``--help`` lists them."""
 
 

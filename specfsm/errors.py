@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = [
+    "DraftContentInvalid",
     "GraphContractBroken",
     "IllegalTransition",
     "IncompleteBackend",
@@ -25,10 +26,12 @@ __all__ = [
     "PendingTransfer",
     "RefreshDeclined",
     "RestoreFailed",
+    "RetiredRequest",
     "SpecFSMError",
     "StaleResource",
     "TargetMutated",
     "UnknownMetadata",
+    "WindowOverflow",
     "WrongThread",
 ]
 
@@ -250,6 +253,114 @@ class PendingTransfer(IllegalTransition):
             "writing it now would change what the device receives",
             "to mend: wait for its event, or stage into the other buffer of the ring",
         )
+
+
+@define(auto_exc=True, eq=False)
+class WindowOverflow(IllegalTransition):
+    """A request lacks pages for what the phase, or the draft window behind it, would write.
+
+    Attributes:
+        short: (request, domain, tokens needed, tokens that fit its pages), one for each that lacks room.
+    """
+
+    short: tuple[tuple[int, Any, int, int], ...] = field(kw_only=True)
+
+    @property
+    def request(self) -> int:
+        """The first request that lacks room."""
+        return self.short[0][0]
+
+    @property
+    def domain(self) -> Any:
+        """The cache in which it does."""
+        return self.short[0][1]
+
+    def reasons(self) -> tuple[str, ...]:
+        return (
+            *(
+                f"request {request} needs room for {needed} tokens in the {domain}'s cache, but its pages hold {fits}"
+                for request, domain, needed, fits in self.short
+            ),
+            "writing on would land in whatever the table holds behind its last page",
+            "to mend: allocate its pages for the whole window first, shorten the window, or go without a draft",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class DraftContentInvalid(IllegalTransition):
+    """The draft would read, or an engine would save, rows that the draft's cache does not hold.
+
+    Attributes:
+        short: (request, rows that are valid in the draft's cache, rows that are needed), one for each request.
+    """
+
+    short: tuple[tuple[int, int, int], ...] = field(kw_only=True)
+
+    @property
+    def request(self) -> int:
+        """The first request that lacks rows."""
+        return self.short[0][0]
+
+    def reasons(self) -> tuple[str, ...]:
+        if self.event == "finalise":
+            request, valid, needed = self.short[0]
+            return (
+                f"{needed} rows of request {request} would be saved, but the draft's cache holds {valid} for certain",
+                "what is saved before the draft phase is over holds rubbish for the draft when it is loaded",
+                "to mend: save it from finalise(request, length, hook), or after restore and wrote",
+            )
+        return (
+            *(
+                f"request {request} has {valid} valid rows in the draft's cache, but the draft would read {needed}"
+                for request, valid, needed in self.short
+            ),
+            "its pages may be there (a prefix hit, a load-back), but no draft forward has filled them",
+            "to mend: begin the draft's pass at the first row that is missing, so that it re-fills them",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class RetiredRequest(IllegalTransition):
+    """A request's life is over, or is not: its results, its place in a batch or its pages were used against that.
+
+    Attributes:
+        request: its id.
+        generation: the life that is spoken of; None for one that never began, or whose pages are freed.
+        steps: for a result, the step that computed it; else the steps in flight that may write to its pages.
+        drafting: whether the draft phase that is active may.
+    """
+
+    request: int = field(kw_only=True)
+    generation: int | None = field(default=None, kw_only=True)
+    steps: tuple[int, ...] = field(default=(), kw_only=True)
+    drafting: bool = field(default=False, kw_only=True)
+
+    @property
+    def named(self) -> str:
+        return f"request {self.request}" + ("" if self.generation is None else f" (generation {self.generation})")
+
+    def reasons(self) -> tuple[str, ...]:
+        if self.event == "claim":
+            return (
+                f"{self.named} was retired while step {self.steps[0]} computed this result: it is nobody's",
+                "to mend: drop this row; flight.live() gives the rows that still count",
+            )
+        if self.event in ("free", "begin"):
+            return (
+                f"the pages of {self.named} cannot be given away: {self.holders}",
+                "to mend: retire it, and free its pages (or begin it anew) when fence() names it",
+            )
+        return (
+            f"the batch names {self.named}, which does not live: its pages are, or will be, another's",
+            "to mend: leave it out of the batch; begin() starts a new life",
+        )
+
+    @property
+    def holders(self) -> str:
+        """What keeps its pages from being freed."""
+        flights = f"step {', '.join(map(str, self.steps))} in flight may write to them" if self.steps else ""
+        phase = "the draft phase that is active may write to them" if self.drafting else ""
+        return " and ".join(filter(None, (flights, phase))) or f"it is {self.state.value}, and fence() has not named it"
 
 
 class RestoreFailed(SpecFSMError, ExceptionGroup):

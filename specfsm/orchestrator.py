@@ -12,12 +12,13 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from specfsm.backends.backend import Backend, backend_for, infer_sizes
 from specfsm.backends.binding import Binding
@@ -41,7 +42,8 @@ __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DRAFT_PHASES = (Phase.DRAFT_FORWARD, Phase.DRAFT_REPLAY)
-RECORDING, RESTORE, TENSORS = Path.RECORDING, Path.RESTORE, Check.TENSORS  # looking an enum's member up takes 0.2 µs
+# Looking an enum's member up takes 0.2 µs.
+RECORDING, RESTORE, STAMPS, TENSORS = Path.RECORDING, Path.RESTORE, Check.STAMPS, Check.TENSORS
 PATHS = {
     "target_prepare": Path.PREPARE,
     "draft_forward": Path.EAGER,
@@ -52,13 +54,11 @@ PATHS = {
 
 
 class Contract(Protocol):
-    """An admission rule, of an engine or of a later contract. It is asked before anything changes.
+    """An admission rule, of an engine or of `specfsm.contracts`. It is asked before anything changes."""
 
-    Attributes:
-        events: the events it is asked for.
-    """
-
-    events: Iterable[str]
+    @property
+    def events(self) -> Iterable[str]:
+        """The events it is asked for."""
 
     def admit(self, fsm: Orchestrator, event: str, batch: Batch | None) -> None:
         """Raise an `IllegalTransition` to refuse `event`."""
@@ -92,6 +92,8 @@ _Before = tuple[Saved, Carried]
 _Held = tuple[tuple[DomainView, ...], tuple[list[Any], ...], list[int]]
 """For each domain its view, its values, and what had declined."""
 
+FIRING = 0
+"""Whose turn it is while an event is under way: no thread's."""
 NO_WORK: Work = (None, 0, 0)
 
 
@@ -114,8 +116,9 @@ class DraftWindow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self.opened and self.fsm.machine.state in DRAFT_PHASES:
-            self.fsm.restore()
+        fsm = self.fsm
+        if self.opened and fsm.machine.state in DRAFT_PHASES:
+            fsm._fire("restore", fsm.switch.target)
 
 
 class Orchestrator:
@@ -165,7 +168,9 @@ class Orchestrator:
         self.bindings = self._bind(target, target if self.unified else draft, event)
         self.switch = Switch(metadata, *self.bindings, self._masks(drop))
         self.machine = Compiled(PHASE, compile_machine(build(PHASE, observer), PHASE))
-        self._rows = {pair: _row(pair[0], arc) for pair, arc in self.machine.arcs.items()}
+        self._driven = {pair: _row(pair[0], arc) for pair, arc in self.machine.arcs.items()}
+        self._recorded = {pair: _recorded(row) for pair, row in self._driven.items() if row.path is not Path.REPLAY}
+        self._rows = self._driven
         self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in PHASE.events}
         self.trace = trace if trace is not None else Trace()
         self.trace.names = self.ledger.names
@@ -186,8 +191,6 @@ class Orchestrator:
         self._before: _Before | None = None
         self._held: _Held | None = None
         self._attempted = 0
-        self._firing = False
-        self._pulled = [(-1, -1) for _ in Domain]
         self.recording: Graph | None = None
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.adopt()
@@ -270,6 +273,8 @@ class Orchestrator:
             GraphContractBroken: an address, a shape or a bound differs from the recording.
             StaleResource: something that it reads is stale, in either domain.
         """
+        if not isinstance(graph, Graph):
+            raise TypeError(f"draft_replay needs a graph that `record` made, not {graph!r}")
         opened = self.machine.state not in DRAFT_PHASES
         current = self.switch.target.batch if opened else self.switch.draft.batch
         self._fire("draft_replay", self.switch.draft, current if batch is None else batch, graph)
@@ -298,14 +303,14 @@ class Orchestrator:
         self._before = self._held = None
         self._hold()
         before, held, state = self._remember(), self._held, self.machine.state
-        self.recording = graph
+        self.recording, self._rows = graph, self._recorded
         try:
             yield graph
         except BaseException:
             graph.abandon()
             raise
         finally:
-            self.recording = None
+            self.recording, self._rows = None, self._driven
             self._put_back(before, held)
             self.machine.state = state
         graph.seal(self.bindings)
@@ -321,7 +326,8 @@ class Orchestrator:
 
     def reset(self) -> None:
         """Leave FAULTED: the target's values are bound again, and everything is stale in both domains."""
-        self._find("reset")
+        if (self.machine.state, "reset") not in self._rows or get_ident() != self._thread:
+            raise self._refusal("reset")
         self.switch.reset()
         for binding in dict.fromkeys(self.bindings):
             self._bind_all(binding)
@@ -334,7 +340,7 @@ class Orchestrator:
         if self.machine.state is not Phase.IDLE:
             raise IllegalTransition(self.machine.state, "adopt", legal=PHASE.legal(self.machine.state))
         self._owner = threading.current_thread()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
 
     # What the engine reports.
 
@@ -447,105 +453,98 @@ class Orchestrator:
 
     # The protocol.
 
-    def _find(self, event: str) -> _Row:
-        """Step 1: the row, or a refusal."""
-        row = self._rows.get((self.machine.state, event))
-        if row is None or self._firing or threading.get_ident() != self._thread:
-            raise self._refusal(event)
-        if self.recording is not None and event == "draft_replay":
-            raise self._refusal(event)
-        return row
-
     def _refusal(self, event: str) -> IllegalTransition:
         state = self.machine.state
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._owner.ident:
             return WrongThread(state, event, owner=self._owner.name, caller=threading.current_thread().name)
-        if self._firing:
+        if self._thread == FIRING:
             return NestedEvent(state, event)
         legal = tuple(name for name in PHASE.legal(state) if name != "fault")
         nested = event == "draft_forward" and state in DRAFT_PHASES
         return (NestedPhase if nested else IllegalTransition)(state, event, legal=legal)
 
     def _fire(self, event: str, binding: Binding, batch: Batch | None = None, graph: Graph | None = None) -> None:
+        """The six steps. What is not needed when nothing moved is behind an ``if``: this runs thrice a decode step."""
         started = perf_counter_ns()
-        row = self._find(event)
-        self._firing, self._before, self._held, work = True, None, None, NO_WORK
+        machine, switch, view, side = self.machine, self.switch, binding.view, binding.side
+        # 1. The row.
+        row = self._rows.get((machine.state, event))
+        caller = get_ident()
+        if row is None or caller != self._thread:
+            raise self._refusal(event)
+        self._thread, self._before, self._held, work = FIRING, None, None, NO_WORK
         try:
-            path = row.path if self.recording is None or not row.refreshes else RECORDING
-            self._admit(row, binding, path, batch, graph)
-            for callback in row.before:
-                callback()
-            if path is not None:
-                work = self._change(row, binding, path, batch, graph)
-            self.machine.state = row.to
-            for callback in row.after:
-                callback()
+            # 2. Admission: whatever can be known before anything changes.
+            if row.refreshes:
+                if batch is not view.batch or batch is None:
+                    _require_room(event, batch, binding)
+                manager = view.manager
+                moved = manager.blocks_version != binding.blocks_version or manager.generation != binding.generation
+                if moved and row.path is not RECORDING:
+                    self._pull(binding)
+            if self.contracts[event] or graph is not None or self.check is not STAMPS:
+                self._admit(row, binding, batch, graph)
+            if row.before:
+                _call(row.before)
+            if row.path is not None:
+                # 3. Activate.
+                steps = switch.scripts[row.path][side]
+                if batch is not view.batch and batch is not None:
+                    self._see(binding, batch)
+                entered = row.activates and binding is not switch.active
+                if entered:
+                    self._activate(binding, row.path, steps)
+                # 4. Refresh what is stale.
+                if row.path is RECORDING:
+                    work = self._record(row.move, binding, steps)
+                else:
+                    stale = self.ledger.stale[side]
+                    if row.refreshes:
+                        work = steps.idle
+                        if stale & steps.refreshable and not self.guard:
+                            work = self._refresh(row.move, binding, stale & steps.refreshable, steps, graph)
+                            stale = self.ledger.stale[side]
+                    # 5. Verify.
+                    doubts = self._mutated if row.intact else stale & steps.required
+                    if (doubts or (entered and steps.missing) or graph is not None or self.guard) and self.check:
+                        self._verify(row, binding, steps, entered, graph)
+                    if graph is not None:
+                        self._replayed(graph)
+            # 6. Commit.
+            machine.state = row.to
+            if row.after:
+                _call(row.after)
         except BaseException as error:
             self._undo(row, binding, error)
             raise
         finally:
-            self._firing = False
+            self._thread = caller
         self.trace.append((event, row.to, started, perf_counter_ns(), work))
 
-    def _admit(self, row: _Row, binding: Binding, path: Path | None, batch: Batch | None, graph: Graph | None) -> None:
-        """Step 2: whatever can be known before anything changes."""
-        if row.refreshes:
-            if batch is None or batch is not binding.view.batch:
-                _require_room(row.event, batch, binding)
-            if self.recording is None:
-                self._pull(binding)
+    def _admit(self, row: _Row, binding: Binding, batch: Batch | None, graph: Graph | None) -> None:
+        """Step 2, what not every engine asks for: contracts, a graph's contract, and the tensors themselves."""
         for contract in self.contracts[row.event]:
             contract.admit(self, row.event, batch)
         if graph is not None and self.check:
             require_contract(self, row.move, graph, batch)
             if binding is not self.switch.target:
                 self._require_target_of(graph, row.move)
-        if self.check >= TENSORS and path is not None and not self.guard and self.recording is None:
+        if self.check >= TENSORS and row.path is not None and not self.guard and self.recording is None:
             require_untampered(self, row.move, binding)
 
     def _pull(self, binding: Binding) -> None:
         """Note what moved in the domain's manager since it was last looked at."""
-        domain, manager = binding.domain, binding.view.manager
-        now = (manager.generation, manager.blocks_version)
-        was = self._pulled[domain]
-        if now != was:
+        manager = binding.view.manager
+        generation, blocks_version = manager.generation, manager.blocks_version
+        if (generation, blocks_version) != (binding.generation, binding.blocks_version):
             _require_geometry(binding)
-            self._pulled[domain] = now
-            for source, one, other in zip(("manager", "blocks"), was, now, strict=True):
-                if one != other:
-                    self.ledger.move(domain, source)
+            if generation != binding.generation:
+                self.ledger.move(binding.domain, "manager")
+            if blocks_version != binding.blocks_version:
+                self.ledger.move(binding.domain, "blocks")
+            binding.generation, binding.blocks_version = generation, blocks_version
 
-    def _change(self, row: _Row, binding: Binding, path: Path, batch: Batch | None, graph: Graph | None) -> Work:
-        """Steps 3 to 5."""
-        domain = binding.domain
-        steps = self.switch.scripts[path][domain]
-        if batch is not None and batch is not binding.view.batch:
-            self._hold()
-            self._see(binding, batch)
-        entered = row.activates and binding is not self.switch.active
-        if entered:
-            self._activate(binding, path, steps)
-        if path is RECORDING:
-            self._record(row.move, binding, steps)
-            return domain, 0, 0
-        written = 0
-        if row.refreshes and not self.guard:
-            refreshable = steps.refreshable
-            if graph is not None:
-                refreshable &= ~graph.made[domain]
-                written = self._refresh_baked(row.move, binding, self.ledger.stale[domain] & refreshable, graph)
-            stale = self.ledger.stale[domain] & refreshable
-            if stale:
-                written |= self._refresh(binding, stale)
-        if self.check:
-            self._verify(row, binding, steps, entered, graph)
-        if graph is not None:
-            self._replayed(graph)
-        if not row.refreshes:
-            return NO_WORK
-        return (domain, written & ~self._lazy, steps.idle[2] & ~written) if written else steps.idle
-
-    def _record(self, move: Move, binding: Binding, steps: Script) -> None:
+    def _record(self, move: Move, binding: Binding, steps: Script) -> Work:
         """Instead of steps 4 and 5 while a graph is recorded: record what it refreshes itself, derive views.
 
         The first phase of a domain finds at every replay what the host refreshed before it, so all but the Python
@@ -567,6 +566,7 @@ class Orchestrator:
         stale = ledger.stale[domain] & steps.required
         if self.check and (stale or steps.refused):
             raise staleness(self, move, binding, stale, steps.refused)
+        return domain, 0, 0
 
     def _replayed(self, graph: Graph) -> None:
         """What a graph writes is stale for everyone else."""
@@ -579,6 +579,7 @@ class Orchestrator:
 
     def _see(self, binding: Binding, batch: Batch) -> None:
         """Take `batch` as the domain's, and move the inputs in which it differs from the last one."""
+        self._hold()
         if batch is not binding.batch:
             for moved in batch.moved(binding.batch):
                 self.ledger.move(binding.domain, moved)
@@ -586,20 +587,22 @@ class Orchestrator:
 
     def _activate(self, binding: Binding, path: Path, steps: Script) -> None:
         """Step 3: the metadata takes the values of `binding`."""
-        carried = self._remember()[1]
+        carried = (self._before or self._remember())[1]
+        switch = self.switch
         if self.guard:
-            self.switch.active = binding
+            switch.active = binding
             return
         if path is RESTORE:
-            self.switch.to_target(steps)
+            switch.to_target(steps)
             if steps.shared:
                 self._give_back(steps)
         else:
             self._mutated = 0
-            self.switch.to_draft(path, steps, carried)
-        bound, stale = self.ledger.bound, self.ledger.stale
-        if steps.cleared & (bound[0] | bound[1] | stale[0] | stale[1]):
-            self._forget(steps.clears, steps.cleared)
+            switch.to_draft(path, steps, carried)
+        if steps.cleared:
+            bound, stale = self.ledger.bound, self.ledger.stale
+            if steps.cleared & (bound[0] | bound[1] | stale[0] | stale[1]):
+                self._forget(steps.clears, steps.cleared)
 
     def _forget(self, clears: Iterable[tuple[str, int, Any]], cleared: int) -> None:
         """Plans and caches were dropped: no domain has one."""
@@ -615,8 +618,23 @@ class Orchestrator:
             self.ledger.move(DRAFT, self.ledger.names[place])
             self._note_versions(self.switch.target, 1 << place)
 
-    def _refresh(self, binding: Binding, stale: int) -> int:
-        """Step 4: producers before consumers, all tables in one launch; the mask of what was written."""
+    def _refresh(self, move: Move, binding: Binding, stale: int, steps: Script, graph: Graph | None) -> Work:
+        """Step 4. Before a replay, values first: one that the graph baked in, and that is another now, refuses it
+        before any buffer is written."""
+        domain, written = binding.domain, 0
+        if graph is not None:
+            mine = steps.refreshable & ~graph.made[domain]
+            if stale & mine & self._pointers:
+                written = self._write(binding, stale & mine & self._pointers)
+                if self.check:
+                    require_contract(self, move, graph, binding.batch)
+            stale = self.ledger.stale[domain] & mine
+        if stale:
+            written |= self._write(binding, stale)
+        return (domain, written & ~self._lazy, steps.idle[2] & ~written) if written else steps.idle
+
+    def _write(self, binding: Binding, stale: int) -> int:
+        """Producers before consumers, all tables in one launch; the mask of what was written."""
         domain, ledger = binding.domain, self.ledger
         self._hold()
         self._attempted |= stale
@@ -626,17 +644,6 @@ class Orchestrator:
         self._stamp(binding, written & ~self._lazy)
         if written & self._made:
             self.switch.carry(binding, written & self._made)
-        return written
-
-    def _refresh_baked(self, move: Move, binding: Binding, stale: int, graph: Graph) -> int:
-        """Values before buffers: one that the graph baked in, and that is another now, refuses it before any is
-        written."""
-        values = stale & self._pointers
-        if not values:
-            return 0
-        written = self._refresh(binding, values)
-        if self.check:
-            require_contract(self, move, graph, binding.batch)
         return written
 
     def _verify(self, row: _Row, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
@@ -697,10 +704,12 @@ class Orchestrator:
 
     def _remember(self) -> _Before:
         """What is there before anything changes. Whoever changes something asks first; only the first looks."""
-        if self._before is None:
+        before = self._before
+        if before is None:
             self._attempted = 0
-            self._before = (self.ledger.save(), self.switch.remember())
-        return self._before
+            ledger = self.ledger
+            self._before = before = (ledger.saved or ledger.save(), self.switch.remember())
+        return before
 
     def _hold(self) -> None:
         """The same, for whoever changes what the domains hold."""
@@ -753,6 +762,11 @@ class Orchestrator:
         error.add_note(f"undoing {event} failed too: {worse!r}; the machine is FAULTED")
 
 
+def _call(callbacks: Iterable[Callback]) -> None:
+    for callback in callbacks:
+        callback()
+
+
 def _row(source: Any, arc: Arc) -> _Row:
     move = arc.move
     to: Any = move.to
@@ -768,6 +782,11 @@ def _row(source: Any, arc: Arc) -> _Row:
         activates=move.activates is not None,
         intact=Requirement.TARGET_INTACT in move.requires,
     )
+
+
+def _recorded(row: _Row) -> _Row:
+    """The same row while a graph is recorded: whatever refreshes only activates."""
+    return evolve(row, path=RECORDING) if row.refreshes else row
 
 
 MANAGER_NEEDS = ("geometry", "generation", "blocks_version", "host_block_offsets", "pool_pointers", "arrange")

@@ -189,7 +189,8 @@ class Switch:
 
     def remember(self) -> Carried:
         """A transition is about to change something: nothing shared is touched yet."""
-        self._touched.clear()
+        if self._touched:
+            self._touched.clear()
         return self.active, self.originals, self.shared, self.read(self.metadata)
 
     def put_back(self, carried: Carried) -> int:

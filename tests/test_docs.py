@@ -158,6 +158,7 @@ def of_embedding() -> dict[str, Any]:
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": of_readme,
     "docs/backends.md": of_backends,
+    "docs/contracts.md": of_embedding,
     "docs/embedding.md": of_embedding,
     "docs/kernels.md": of_kernels,
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specfsm import errors
+from specfsm.contracts.lifetime import Life
 from specfsm.domain import Domain
 from specfsm.states.phase import Phase
 
@@ -82,6 +85,31 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
         RuntimeError,
         ["the staging buffer of rows still feeds a copy that has not landed"],
     ),
+    "WindowOverflow": (
+        errors.WindowOverflow(*HERE, short=((7, Domain.DRAFT, 13, 12), (9, Domain.DRAFT, 14, 12))),
+        RuntimeError,
+        [
+            REFUSED,
+            "request 7 needs room for 13 tokens in the draft's cache, but its pages hold 12",
+            "request 9 needs room for 14 tokens in the draft's cache",
+            "to mend: allocate its pages for the whole window first",
+        ],
+    ),
+    "DraftContentInvalid": (
+        errors.DraftContentInvalid(*HERE, short=((7, 4, 8), (9, 0, 8))),
+        RuntimeError,
+        [
+            REFUSED,
+            "request 7 has 4 valid rows in the draft's cache, but the draft would read 8",
+            "request 9 has 0 valid rows",
+            "to mend: begin the draft's pass at the first row that is missing",
+        ],
+    ),
+    "RetiredRequest": (
+        errors.RetiredRequest(*HERE, request=7),
+        RuntimeError,
+        [REFUSED, "the batch names request 7, which does not live", "to mend: leave it out of the batch"],
+    ),
     "RestoreFailed": (
         errors.RestoreFailed("restore", [ValueError("first"), OSError("second")]),
         ExceptionGroup,
@@ -116,6 +144,27 @@ def test_each_cause_of_staleness_has_words_of_its_own(facts: dict[str, object], 
     error = errors.StaleResource(*HERE, **STALE, **facts)  # type: ignore[arg-type]  # facts by name
     assert f"{error.place} {cause}" in str(error)
     assert remedy in error.remedy
+
+
+RETIRED = [
+    (
+        "claim",
+        {"steps": (4,)},
+        "request 7 (generation 2) was retired while step 4 computed this result",
+        "drop this row",
+    ),
+    ("free", {"steps": (4, 5)}, "step 4, 5 in flight may write to them", "when fence() names it"),
+    ("free", {"steps": (4,), "drafting": True}, "step 4 in flight may write to them and the draft phase", "retire it"),
+    ("free", {}, "it is live, and fence() has not named it", "retire it"),
+    ("begin", {"steps": (4,)}, "the pages of request 7 (generation 2) cannot be given away: step 4", "begin it anew"),
+]
+
+
+@pytest.mark.parametrize(("event", "facts", "cause", "remedy"), RETIRED)
+def test_each_use_of_a_life_has_words_of_its_own(event: str, facts: dict[str, Any], cause: str, remedy: str) -> None:
+    error = errors.RetiredRequest(Life.LIVE, event, request=7, generation=2, **facts)
+    assert cause in str(error)
+    assert remedy in str(error)
 
 
 def test_state_without_exits_accepts_nothing() -> None:

@@ -20,8 +20,9 @@ LAYERS = (
     ("states",),
     ("kernels",),
     ("backends",),
+    ("contracts",),
     ("graph", "switch", "verify", "trace", "explain", "orchestrator"),
-    ("decode", "testing"),
+    ("decode",),
     ("cli",),
 )
 """Each may import its own layer and the ones before it."""

@@ -1,7 +1,8 @@
-"""Host buffers on their way to the device: a ring of two, each with a transfer machine and an event of its own.
+"""Host buffers on their way to the device: a ring of two for each resource, each buffer with a transfer machine.
 
-A source must not be written while its copy is pending (TensorRT-LLM #15546), and one reusable event for the whole ring
-would be re-armed before its waiter had bound to it (SGLang #31072): so each buffer has its own.
+A source must not be written while its copy is pending (TensorRT-LLM #15546). What a refresh copies leaves together, in
+a *flight* with one event behind it, and lands together. An event that was armed again before its waiter had bound to it
+would tell of the wrong copy (SGLang #31072): so a flight departs again only after all that it carried has landed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from specfsm.errors import IllegalTransition, PendingTransfer
+from specfsm.errors import PendingTransfer
 from specfsm.states.machine import Compiled
 from specfsm.states.transfer import TRANSFER, Transfer
 
-__all__ = ["Event", "StagingBuffer", "StagingRing"]
+__all__ = ["Event", "Flight", "Flights", "StagingBuffer", "StagingRing"]
 
 
 class Event(Protocol):
@@ -24,6 +25,27 @@ class Event(Protocol):
     def record(self) -> Any: ...
     def query(self) -> bool: ...
     def synchronize(self) -> Any: ...
+
+
+class DeviceEvent:
+    """A CUDA event on whatever stream is current. The stream's object is kept: making it takes longer than recording.
+
+    Args:
+        device: whose current stream is meant.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.query, self.synchronize, self._record = event.query, event.synchronize, event.record
+        self.device = device
+        self.streams: dict[int, Any] = {}
+
+    def record(self) -> None:
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = torch.cuda.current_stream(self.device)
+        self._record(stream)
 
 
 class Landed:
@@ -37,20 +59,78 @@ class Landed:
     def synchronize(self) -> None: ...
 
 
+class Flight:
+    """The copies of one refresh, guarded by one event.
+
+    Args:
+        event: armed behind the last copy.
+
+    Attributes:
+        buffers: the sources of those copies, until they have landed.
+    """
+
+    __slots__ = ("buffers", "event")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.buffers: list[StagingBuffer] = []
+
+    def depart(self) -> None:
+        """Arm the event behind the copies that were enqueued."""
+        self.event.record()
+
+    def poll(self) -> bool:
+        """Whether the copies are done; if so, every buffer has landed."""
+        if not self.event.query():
+            return False
+        for buffer in self.buffers:
+            buffer.machine.fire("land")
+        self.buffers.clear()
+        return True
+
+    def wait(self) -> None:
+        """Let the host wait for the copies."""
+        self.event.synchronize()
+        self.poll()
+
+
+class Flights:
+    """The flights of one domain: as many as are under way at once.
+
+    Args:
+        make: makes an event.
+    """
+
+    def __init__(self, make: Callable[[], Event]) -> None:
+        self.make = make
+        self.all: list[Flight] = []
+
+    def take(self) -> Flight:
+        """One that carries nothing."""
+        for flight in self.all:
+            if not flight.buffers:
+                return flight
+        self.all.append(Flight(self.make()))
+        return self.all[-1]
+
+
 class StagingBuffer:
-    """One host buffer, its transfer machine and its event.
+    """One host buffer and its transfer machine.
 
     Args:
         resource: whom it serves, for errors.
         tensor: the host memory, pinned where a device reads it.
-        event: guards the copy that reads `tensor`.
+        side: which of its ring's buffers it is.
     """
 
-    def __init__(self, resource: str, tensor: torch.Tensor, event: Event) -> None:
+    __slots__ = ("flight", "machine", "resource", "side", "tensor")
+
+    def __init__(self, resource: str, tensor: torch.Tensor, side: int = 0) -> None:
         self.resource = resource
         self.tensor = tensor
-        self.event = event
+        self.side = side
         self.machine = Compiled(TRANSFER)
+        self.flight: Flight | None = None
 
     def fill(self) -> torch.Tensor:
         """Take the buffer to write it.
@@ -58,30 +138,27 @@ class StagingBuffer:
         Raises:
             PendingTransfer: its copy has not landed.
         """
-        self.poll()
-        if self.machine.state is Transfer.IN_FLIGHT:
+        if self.machine.state is Transfer.IN_FLIGHT and not self.poll():
             raise PendingTransfer(
                 Transfer.IN_FLIGHT, "fill", legal=TRANSFER.legal(Transfer.IN_FLIGHT), resource=self.resource
             )
         self.machine.fire("fill")
         return self.tensor
 
-    def submit(self, destination: torch.Tensor) -> None:
-        """Enqueue the copy to `destination` and arm the event behind it."""
-        if self.machine.state is not Transfer.FILLING:
-            raise IllegalTransition(self.machine.state, "submit", legal=TRANSFER.legal(self.machine.state))
-        destination.copy_(self.tensor, non_blocking=True)
-        self.event.record()
+    def submit(self, flight: Flight) -> None:
+        """Its copy was enqueued: `flight`, which departs next, guards it."""
         self.machine.fire("submit")
-        self.poll()
+        self.flight = flight
+        flight.buffers.append(self)
 
     def abandon(self) -> None:
         self.machine.fire("abandon")
 
     def poll(self) -> bool:
         """Note a copy that has landed; whether the buffer is free."""
-        if self.machine.state is Transfer.IN_FLIGHT and self.event.query():
-            self.machine.fire("land")
+        if self.machine.state is Transfer.IN_FLIGHT:
+            assert self.flight is not None, "what is in flight has a flight"
+            self.flight.poll()
         return self.machine.state is Transfer.FREE
 
 
@@ -91,25 +168,16 @@ class StagingRing:
     Args:
         resource: whom it serves, for errors.
         shape, dtype: of the host half, the same as the device's.
-        device: where the copies go; pinned memory and CUDA events are used for a CUDA device.
-        event: makes an event; for tests.
+        device: where the copies go; pinned memory is used for a CUDA device.
     """
 
     DEPTH = 2
 
-    def __init__(
-        self,
-        resource: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        event: Callable[[], Event] | None = None,
-    ) -> None:
-        on_cuda = device.type == "cuda"
-        make = event or (torch.cuda.Event if on_cuda else Landed)
+    def __init__(self, resource: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        pinned = device.type == "cuda"
         self.buffers = [
-            StagingBuffer(resource, torch.zeros(shape, dtype=dtype, pin_memory=on_cuda), make())
-            for _ in range(self.DEPTH)
+            StagingBuffer(resource, torch.zeros(shape, dtype=dtype, pin_memory=pinned), side)
+            for side in range(self.DEPTH)
         ]
         self.turn = 0
         self.waits = 0
@@ -117,8 +185,14 @@ class StagingRing:
     def take(self) -> StagingBuffer:
         """The next buffer in turn, waited for if its copy is still pending; `waits` counts how often that happened."""
         buffer = self.buffers[self.turn]
-        if not buffer.poll():
+        if buffer.machine.state is Transfer.IN_FLIGHT and not buffer.poll():
+            assert buffer.flight is not None, "what is in flight has a flight"
             self.waits += 1
-            buffer.event.synchronize()
+            buffer.flight.wait()
         self.turn = (self.turn + 1) % self.DEPTH
         return buffer
+
+
+def events(device: torch.device) -> Callable[[], Event]:
+    """What guards copies to `device`."""
+    return (lambda: DeviceEvent(device)) if device.type == "cuda" else Landed

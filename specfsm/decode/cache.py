@@ -7,7 +7,7 @@ slots only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field
@@ -50,6 +50,8 @@ class PagedKVCache:
         pool: [slots, layers, planes, tokens a block, KV heads, head dim].
         extra: name → uint8 [layers, slots, bytes].
         host_block_offsets: int32 [1, max_requests, planes, blocks], host; see `KVManager`.
+        may_free: asked before a request's pages are given back, and told whether the request ends with them; refuses by
+            raising.
     """
 
     def __init__(
@@ -80,14 +82,16 @@ class PagedKVCache:
         pinned = torch.device(device).type == "cuda"
         shape = (1, max_requests, g.kv_factor, g.max_blocks_per_seq)
         self.host_block_offsets = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
-        self._free_slots = list(range(g.blocks_in_primary_pool))
+        # Page 0 goes last, so that a table of zeros, which nobody wrote, does not show the right page by luck.
+        self._free_slots = [*range(1, g.blocks_in_primary_pool), 0]
         self._free_host = list(range(host_blocks))
-        self._free_ids = list(range(g.blocks_in_primary_pool + host_blocks))
+        self._free_ids = [*self._free_slots, *range(g.blocks_in_primary_pool, g.blocks_in_primary_pool + host_blocks)]
         self._free_rows = list(range(max_requests))
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
         self._order: tuple[int, ...] = ()
+        self.may_free: Callable[[int, bool], None] = _anybody
 
     @property
     def pool_pointers(self) -> Sequence[int]:
@@ -97,6 +101,11 @@ class PagedKVCache:
     def free_blocks(self) -> int:
         """Pages of the primary pool that nobody holds."""
         return len(self._free_slots)
+
+    @property
+    def free_host_blocks(self) -> int:
+        """Pages of the host pool that nobody holds."""
+        return len(self._free_host)
 
     def pages(self) -> torch.Tensor:
         """The pool as flat pages: [slots x layers x planes, tokens a block, KV heads, head dim]."""
@@ -142,14 +151,10 @@ class PagedKVCache:
             self._changed(request)
 
     def free(self, request: int) -> None:
-        """Give all pages of the request back."""
+        """Give all pages of the request back, and its row, if `may_free` lets it."""
+        self.may_free(request, True)
         owned = self._owned.pop(request)
-        for block in owned.blocks:
-            if block in self._slot_of:
-                self._free_slots.append(self._slot_of.pop(block))
-            else:
-                self._free_host.append(self._host_of.pop(block))
-            self._free_ids.append(block)
+        self._give_back(owned)
         self._free_rows.append(owned.row)
         if self.geometry.row_order is RowOrder.SLOT:
             self.host_block_offsets[:, owned.row] = -1
@@ -157,6 +162,21 @@ class PagedKVCache:
             self.host_block_offsets.fill_(-1)
         self._order = ()
         self.blocks_version += 1
+
+    def discard(self, request: int) -> None:
+        """Give all pages of the request back, contents and all, if `may_free` lets it. It keeps its row."""
+        self.may_free(request, False)
+        self._give_back(self._owned[request])
+        self._changed(request)
+
+    def _give_back(self, owned: _Owned) -> None:
+        for block in owned.blocks:
+            if block in self._slot_of:
+                self._free_slots.append(self._slot_of.pop(block))
+            else:
+                self._free_host.append(self._host_of.pop(block))
+            self._free_ids.append(block)
+        owned.blocks.clear()
 
     def offload(self, request: int, index: int) -> None:
         """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others."""
@@ -224,3 +244,7 @@ class PagedKVCache:
         if block in self._slot_of:
             return self._slot_of[block] * self.geometry.index_scale
         return SECONDARY + self._host_of[block] * self.geometry.index_scale
+
+
+def _anybody(request: int, ends: bool) -> None:
+    """Nobody was asked to guard the pages."""

@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--draft",
-        default="self",
         metavar="DRAFT",
-        help="self (same weights, own cache), early-exit:K (first K layers), mtp[:FILE] (a trained head), or the folder"
-        " of a model with the same tokenizer (default: %(default)s)",
+        help="mtp[:FILE] (a trained head; the shipped one without FILE), self (same weights, own cache), early-exit:K"
+        " (first K layers), or the folder of a model with the same tokenizer (default: mtp for SmolLM2-135M-Instruct,"
+        " self for any other target)",
     )
     model.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     run = parser.add_argument_group("decoding")
@@ -192,7 +192,7 @@ class Session:
         import torch
 
         from specfsm.decode.attention import FLAVOURS
-        from specfsm.decode.model import Model, make_draft
+        from specfsm.decode.model import Model, default_draft, make_draft
         from specfsm.decode.weights import load_target
 
         self.arguments = arguments
@@ -212,7 +212,8 @@ class Session:
             lm, self.tokenizer = load_target(arguments.target, **place)
             self.target = Model(lm)
             self.prompts = [self._encode(prompt) for prompt in arguments.prompts or [DEFAULT_PROMPT]]
-            self.draft = make_draft(arguments.draft, self.target, lambda path: load_target(path, **place)[0], **place)
+            spec = arguments.draft or default_draft(self.target)
+            self.draft = make_draft(spec, self.target, lambda path: load_target(path, **place)[0], **place)
         except (ValueError, OSError) as error:
             raise DecodeError(str(error).splitlines()[0]) from error
         self.last: DecodeLoop | None = None

@@ -6,6 +6,7 @@ replay after an attribute was rebound reads the old buffer, and one after an in-
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -47,13 +48,26 @@ class CudaEngine:
     def capture(self) -> Iterator[None]:
         _require_fresh(self.graph)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_collection(), torch.cuda.graph(graph):
             yield
         self.graph = graph
 
     def replay(self) -> None:
         _require_captured(self.graph)
         self.graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, not while a graph is captured: freeing another graph, or pinned memory, would spoil it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @frozen(eq=False)

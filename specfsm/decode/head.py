@@ -159,7 +159,7 @@ class MTPHead(nn.Module):
 
 def default_head() -> Path:
     """The head that the package ships, trained for the default target."""
-    return Path(__file__).with_name("draft_head.safetensors")
+    return Path(__file__).parent / "heads" / "smollm2-135m-mtp.safetensors"
 
 
 def _one_layer(config: LlamaConfig, mlp_width: int | None, attn_implementation: str | None) -> LlamaConfig:

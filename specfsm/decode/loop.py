@@ -15,13 +15,17 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import in_
 
 from specfsm.backends.backend import Sizes
+from specfsm.contracts.content import DraftContent
+from specfsm.contracts.lifetime import Flight, Lifetime
+from specfsm.contracts.window import Window, crowded
 from specfsm.decode.attention import FLAVOURS, Flavour, Pass
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
 from specfsm.decode.model import Draft, Model
 from specfsm.decode.step import Step
 from specfsm.decode.verify import Sampler
 from specfsm.domain import Batch, Domain, Geometry, RowOrder, UnifiedCache
-from specfsm.orchestrator import Orchestrator
+from specfsm.errors import DraftContentInvalid
+from specfsm.orchestrator import Contract, Orchestrator
 
 __all__ = ["DecodeLoop", "Emission", "Request", "Settings"]
 
@@ -80,7 +84,8 @@ class Request:
 
     Args:
         tokens: prompt and output so far.
-        target_rows, draft_rows: how many rows of each cache are made from `tokens` and stay valid.
+        target_rows: how many rows of the target's cache are made from `tokens` and stay valid. (The draft's are counted
+            by `DecodeLoop.content`.)
         drafted: what the target verifies next.
         states: the target's states that the draft has not seen yet, [rows, width].
         probs: [L, vocabulary], what `drafted` was drawn from; None when greedy.
@@ -91,7 +96,6 @@ class Request:
     prompt_len: int
     max_new_tokens: int
     target_rows: int = 0
-    draft_rows: int = 0
     drafted: list[int] = field(factory=list)
     states: torch.Tensor | None = None
     probs: torch.Tensor | None = None
@@ -99,6 +103,10 @@ class Request:
     def speculates(self, draft_len: int) -> bool:
         """Whether its prompt is in both caches and its draft is whole."""
         return self.target_rows > 0 and len(self.drafted) == draft_len
+
+    def restart(self, rows: int) -> None:
+        """Keep the tokens, and of the target's cache the first `rows`; whatever else was made of them is made again."""
+        self.target_rows, self.drafted, self.states, self.probs = rows, [], None, None
 
     @property
     def remaining(self) -> int:
@@ -125,8 +133,8 @@ class Emission:
 class _Pending:
     """A step whose results the host has not read: they are on their way to host memory behind an event."""
 
-    def __init__(self, rows: list[Request], step: Step) -> None:
-        self.rows, self.step = rows, step
+    def __init__(self, rows: list[Request], step: Step, flight: Flight) -> None:
+        self.rows, self.step, self.flight = rows, step, flight
         self.results = step.results()
         self.event: Any = torch.cuda.Event() if step.known.is_cuda else None  # type: ignore[no-untyped-call]  # torch's
         if self.event is not None:
@@ -136,6 +144,7 @@ class _Pending:
         """Choices, accepted counts and what is known now, after the step has run."""
         if self.event is not None:
             self.event.synchronize()
+        self.flight.land()
         choices, accepted, known = (each.tolist() for each in self.results)
         return choices, accepted, known
 
@@ -168,6 +177,7 @@ class DecodeLoop:
         self.stop = frozenset(stop)
         self.sampler = sampler or Sampler()
         self.flavour = FLAVOURS[settings.backend]
+        self.lifetime, self.content = Lifetime(), DraftContent()
         self.forward_pass = _forward_pass(settings, self.flavour)
         self.cache = self._cache(Domain.TARGET, target, settings.tokens_per_block, settings.blocks)
         self.draft_cache: PagedKVCache | None = None
@@ -184,6 +194,7 @@ class DecodeLoop:
         self.dummies = self._dummies()
         self.pending: _Pending | None = None
         self.leaving: list[Request] = []
+        self.parked: list[Request] = []
         self._unreported: list[Emission] = []
 
     def _cache(self, domain: Domain, model: Draft, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
@@ -204,9 +215,15 @@ class DecodeLoop:
             row_order=settings.row_order,
             dtype=settings.dtype,
         )
-        return flavour.caches[domain](
-            geometry, max_requests=2 * settings.max_requests, host_blocks=settings.host_blocks, device=settings.device
+        batches = 2 if settings.graphs == "off" else 3  # those that run or leave, those that are offloaded, dummies
+        cache = flavour.caches[domain](
+            geometry,
+            max_requests=batches * settings.max_requests,
+            host_blocks=settings.host_blocks,
+            device=settings.device,
         )
+        cache.may_free = self.lifetime.require_free
+        return cache
 
     @property
     def limit(self) -> int:
@@ -222,8 +239,10 @@ class DecodeLoop:
         if self.settings.graphs == "off":
             return ()
         dummies = tuple(range(-self.settings.max_requests, 0))
-        for cache in self.caches:
-            for request in dummies:
+        for request in dummies:
+            self.lifetime.begin(request)
+            self.content.begin(request, self.limit)  # whatever lies there will do
+            for cache in self.caches:
                 cache.add(request)
                 cache.reserve(request, 2 * self.settings.window)
         return dummies
@@ -237,7 +256,17 @@ class DecodeLoop:
         )
         backend.allocate(self.metadata, self.cache, self.draft_cache, sizes, settings.device)
         draft = self.draft_cache or UnifiedCache("the target decodes alone: there is no draft")
-        return Orchestrator(self.metadata, backend=backend, target=self.cache, draft=draft, **arguments)
+        contracts = (*self._contracts(), *arguments.pop("contracts", ()))
+        return Orchestrator(
+            self.metadata, backend=backend, target=self.cache, draft=draft, contracts=contracts, **arguments
+        )
+
+    def _contracts(self) -> tuple[Contract, ...]:
+        """The rules that every event of this loop is held to, before those that it was given."""
+        if self.draft_cache is None:
+            return (self.lifetime, Window(self.cache.capacity, None, draft_len=0))
+        window = Window(self.cache.capacity, self.draft_cache.capacity, draft_len=self.settings.draft_len)
+        return (self.lifetime, window, self.content)
 
     @property
     def caches(self) -> tuple[PagedKVCache, ...]:
@@ -256,12 +285,11 @@ class DecodeLoop:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         request = Request(next(self._ids), list(prompt), len(prompt), max_new_tokens)
-        for cache, name in zip(self.caches, ("target", "draft"), strict=False):
-            g = cache.geometry
-            limit = min(g.max_tokens_per_seq, g.blocks_in_primary_pool * g.tokens_per_block) - self.settings.window
+        for domain, (geometry, pages) in self._pools().items():
+            limit = min(geometry.max_blocks_per_seq, pages) * geometry.tokens_per_block - self.settings.window
             if len(prompt) + max_new_tokens > limit:
                 raise ValueError(
-                    f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the {name}'s cache, "
+                    f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the {domain}'s cache, "
                     f"which holds {limit} tokens of a request beside the draft window"
                 )
         self.waiting.append(request)
@@ -269,35 +297,109 @@ class DecodeLoop:
 
     def abort(self, request: int) -> None:
         """End a request between steps and give its pages back."""
-        for queue in (self.waiting, self.running):
+        for each in self.waiting:
+            if each.id == request:
+                self.waiting.remove(each)
+                return
+        self._retire(self._find(request, self.running, self.parked))
+
+    def preempt(self, request: int) -> None:
+        """Give a running request's pages back and queue it again, first in line: it is prefilled anew from what it has
+        written so far. What a step in flight computes for it is dropped."""
+        preempted = self._find(request, self.running, self.parked)
+        self._retire(preempted)
+        self.waiting.insert(0, evolve(preempted, target_rows=0, drafted=[], states=None, probs=None))
+
+    def offload(self, request: int, draft: bool = True) -> None:
+        """Take a running request out of the batch, its pages to the host pools, until `load_back`.
+
+        Args:
+            draft: whether the draft's pages go there too; if not, what they hold is lost.
+
+        Raises:
+            KeyError: it does not run (any more, once the step in flight has been read).
+            PoolExhausted: a host pool is too small, or as many requests as a batch has rows are offloaded already;
+                nothing was moved.
+        """
+        self._unreported += self._drain()
+        parked = self._find(request, self.running)
+        if len(self.parked) == self.settings.max_requests:
+            raise PoolExhausted(f"{len(self.parked)} requests are offloaded, and there are rows for no more")
+        saving = [cache for cache in self.caches if draft or cache is self.cache]
+        for cache in saving:
+            if len(cache.block_ids(request)) > cache.free_host_blocks:
+                raise PoolExhausted(f"the host pool has no room for {len(cache.block_ids(request))} more pages")
+        for cache in self.caches:
+            if cache in saving:
+                for index in range(len(cache.block_ids(request))):
+                    cache.offload(request, index)
+            else:
+                cache.discard(request)
+        if self.draft_cache is not None:
+            self.content.offload(request, 0, saved=draft)
+        self.running.remove(parked)
+        self.parked.append(parked)
+
+    def load_back(self, request: int) -> None:
+        """Let an offloaded request run again.
+
+        Raises:
+            KeyError: it is not offloaded.
+            PoolExhausted: a pool, or the batch, has no room for it beside the running ones; nothing was moved.
+        """
+        parked = self._find(request, self.parked)
+        if not self._fits(parked):
+            raise PoolExhausted(f"request {request} does not fit beside the running ones")
+        for cache in self.caches:
+            cache.load_back(request)
+        if self.draft_cache is not None:
+            self.content.load_back(request)
+        self.parked.remove(parked)
+        self.running.append(parked)
+
+    def _find(self, request: int, *queues: list[Request]) -> Request:
+        for queue in queues:
             for each in queue:
                 if each.id == request:
-                    if queue is self.running:
-                        self._retire(each)
-                    else:
-                        queue.remove(each)
-                    return
+                    return each
         raise KeyError(f"no request {request} is waiting or running")
 
     def _admit(self) -> None:
         """Take waiting requests in while both pools can hold every running one at its longest."""
-        while self.waiting and len(self.running) + len(self.leaving) < self.settings.max_requests:
-            request = self.waiting[0]
-            if not all(self._fits(cache, request) for cache in self.caches):
-                return
+        while self.waiting and self._fits(self.waiting[0]):
+            request = self.waiting.pop(0)
+            self.lifetime.begin(request.id)
+            self.content.begin(request.id)
             for cache in self.caches:
                 cache.add(request.id)
-            self.running.append(self.waiting.pop(0))
+            self.running.append(request)
 
-    def _fits(self, cache: PagedKVCache, request: Request) -> bool:
-        """Whether the pool holds this request and every running one at its longest."""
-        beside = self.settings.window
-        longest = [each.prompt_len + each.max_new_tokens + beside for each in (*self.running, *self.leaving, request)]
-        return sum(map(cache.geometry.blocks, longest)) <= cache.geometry.blocks_in_primary_pool
+    def _fits(self, request: Request) -> bool:
+        """Whether a row is free, and pages of each pool, beside those who may still write. One that was preempted waits
+        until its former pages are free."""
+        beside = (*self.running, *self.leaving)
+        if len(beside) >= self.settings.max_requests or any(each.id == request.id for each in self.leaving):
+            return False
+        return not crowded(self._pools(), [self._longest(each) for each in (*beside, request)])
 
-    def _release(self, request: Request) -> None:
-        for cache in self.caches:
-            cache.free(request.id)
+    def _pools(self) -> dict[Domain, tuple[Geometry, int]]:
+        """Each cache's geometry, and the pages in it that requests may have: the dummies keep theirs."""
+        geometries = {domain: cache.geometry for domain, cache in zip(Domain, self.caches, strict=False)}
+        return {
+            domain: (geometry, geometry.blocks_in_primary_pool - self._dummy_blocks(geometry.tokens_per_block))
+            for domain, geometry in geometries.items()
+        }
+
+    def _longest(self, request: Request) -> int:
+        """Tokens of a request at its longest, with the window that its last step may write."""
+        return request.prompt_len + request.max_new_tokens + self.settings.window
+
+    def _release(self) -> None:
+        """Give back the pages of whoever left, once nothing in flight may write to them."""
+        for request in self.lifetime.fence():
+            for cache in self.caches:
+                cache.free(request)
+            self.leaving = [each for each in self.leaving if each.id != request]
 
     # One step.
 
@@ -335,15 +437,24 @@ class DecodeLoop:
         return emissions
 
     def _advance_all(self) -> None:
-        if all(request.speculates(self.settings.draft_len) for request in self.running):
-            before, self.pending = self.pending, self._speculate(self.running)
-            self._unreported += self._collect(before)
-            if not self.settings.overlap:
-                self._unreported += self._drain()
+        if all(request.speculates(self.settings.draft_len) for request in self.running) and self._launch():
             return
         self._unreported += self._verify()
         if self.draft is not None and self.running:
             self._propose(self.running)
+
+    def _launch(self) -> bool:
+        """Start a static step and read the one before. False where the draft's cache lacks rows: they are re-filled by
+        a step of its own."""
+        try:
+            before, self.pending = self.pending, self._speculate(self.running)
+        except DraftContentInvalid:
+            self._unreported += self._drain()
+            return not self.running
+        self._unreported += self._collect(before)
+        if not self.settings.overlap:
+            self._unreported += self._drain()
+        return True
 
     def _speculate(self, rows: list[Request]) -> _Pending:
         """A step of generations only, on the device: see `specfsm.decode.step`."""
@@ -369,7 +480,10 @@ class DecodeLoop:
                 request.drafted = []
             raise
         self.forwards += 1
-        return _Pending(list(rows), step)
+        if draft is not None:  # as many as there are if everything is accepted; `_collect` cuts
+            ends = dict(zip(draft.request_ids, draft.kv_lens, strict=True))
+            self.content.wrote({request.id: ends[request.id] for request in rows})
+        return _Pending(list(rows), step, self.lifetime.launch(ids))
 
     def _forget(self, but: Step | None = None) -> None:
         """The requests move on without these steps: what they hold on the device is of the past."""
@@ -392,24 +506,26 @@ class DecodeLoop:
             return []
         choices, accepted, known = pending.read()
         emissions = []
-        for row, request in enumerate(pending.rows):
-            if request in self.running:
-                request.drafted = known[row][1:]
-                request.probs = None if pending.step.probs is None else pending.step.probs[row]
-                emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row][:-1]))
-                request.states = None
-                request.draft_rows = len(request.tokens) - (self.draft.shift if self.draft is not None else 0)
-        if self.pending is None:
-            for request in self.leaving:
-                self._release(request)
-            self.leaving.clear()
+        rows = {request.id: request for request in pending.rows}
+        for row, each in pending.flight.live():
+            if each not in rows:
+                continue  # a dummy
+            request = rows[each]
+            request.drafted = known[row][1:]
+            request.probs = None if pending.step.probs is None else pending.step.probs[row]
+            emissions.append(self._take(request, accepted[row], choices[row][accepted[row]], choices[row][:-1]))
+            request.states = None
+            if self.pending is None and self.draft is not None and request in self.running:
+                self.content.cut(each, len(request.tokens) - self.draft.shift)
+        self._release()
         return emissions
 
     def _verify(self) -> list[Emission]:
         self._forget()
         rows = sorted(self.running, key=lambda request: request.target_rows > 0)
         for request in rows:
-            self.cache.reserve(request.id, len(request.tokens) + self.settings.window)
+            for cache in self.caches:
+                cache.reserve(request.id, len(request.tokens) + self.settings.window)
         inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         self.fsm.target_prepare(batch)
@@ -450,22 +566,31 @@ class DecodeLoop:
 
     def _retire(self, request: Request) -> None:
         """Out of the batch; its pages are given back once no step in flight may write to them."""
-        self.running.remove(request)
-        if self.pending is None:
-            self._release(request)
-        else:
-            self.leaving.append(request)
+        (self.parked if request in self.parked else self.running).remove(request)
+        self.lifetime.retire([request.id])
+        self.content.forget([request.id])
+        self.leaving.append(request)
+        self._release()
 
     def _propose(self, rows: list[Request]) -> None:
-        """The draft's window: it catches up with the accepted tokens, then writes one token a step."""
+        """The draft's window: it catches up with the accepted tokens, then writes one token a step.
+
+        It begins at the first row that its cache lacks. A draft that reads the target's states has those of the last
+        step only: where it must begin earlier, the target runs over these tokens again in the next step.
+        """
         assert self.draft is not None
-        assert self.draft_cache is not None
-        rows = sorted(rows, key=lambda request: request.draft_rows > 0)
         shift = self.draft.shift
-        for request in rows:
-            self.draft_cache.reserve(request.id, len(request.tokens) + self.settings.window)
-        inputs = {request.id: request.tokens[request.draft_rows + shift :] for request in rows}
-        batch = _batch(rows, {r.id: r.draft_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
+        held = {request.id: self.content.rows(request.id) for request in rows}
+        if shift:
+            lacking = [each for each in rows if len(each.tokens) - shift - held[each.id] != _count(each.states)]
+            for request in lacking:
+                request.restart(held[request.id])
+            rows = [request for request in rows if request not in lacking]
+        if not rows:
+            return
+        rows = sorted(rows, key=lambda request: held[request.id] > 0)
+        inputs = {request.id: request.tokens[held[request.id] + shift :] for request in rows}
+        batch = _batch(rows, held, {i: len(each) for i, each in inputs.items()})
         tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None
         drafted: dict[int, list[int]] = {request.id: [] for request in rows}
         steps = self.settings.draft_len
@@ -482,8 +607,8 @@ class DecodeLoop:
                 if step + 1 < steps:
                     batch, order = self._advance(batch)
                     tokens, states = tokens[order], states[order]
+        self.content.wrote({request.id: len(request.tokens) - shift for request in rows})
         for request in rows:
-            request.draft_rows = len(request.tokens) - shift
             request.drafted, request.states = drafted[request.id], None
             request.probs = torch.stack([each[request.id] for each in drawn]) if drawn else None
 
@@ -526,6 +651,10 @@ def _batch(rows: Sequence[Request], before: dict[int, int], new: dict[int, int])
 def _last(batch: Batch, device: torch.device) -> torch.Tensor:
     """Index of each request's last token in the packed batch."""
     return torch.tensor(batch.tokens, device=device).cumsum(0) - 1
+
+
+def _count(states: torch.Tensor | None) -> int:
+    return 0 if states is None else states.shape[0]
 
 
 def _joined(rows: Sequence[Request]) -> torch.Tensor:

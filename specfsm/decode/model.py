@@ -11,7 +11,7 @@ import torch
 from specfsm.decode.attention import ATTENTION, Pass, install
 from specfsm.decode.head import MTPHead, default_head
 
-__all__ = ["Draft", "HeadDraft", "Model", "early_exit", "make_draft"]
+__all__ = ["Draft", "HeadDraft", "Model", "default_draft", "early_exit", "make_draft"]
 
 
 class Draft(Protocol):
@@ -102,6 +102,15 @@ def early_exit(target: Model, layers: int) -> Model:
     setattr(lm, lm.base_model_prefix, body)
     lm.config = body.config
     return Model(lm)
+
+
+SHIPPED_FOR = "SmolLM2-135M-Instruct"
+"""The target that the shipped head was trained for, as the name of its folder begins."""
+
+
+def default_draft(target: Model) -> str:
+    """The draft of a target where none is named: the shipped head for its own target, else the target itself."""
+    return "mtp" if Path(target.config.name_or_path or "").name.startswith(SHIPPED_FOR) else "self"
 
 
 def make_draft(spec: str, target: Model, load: Any, *, dtype: torch.dtype, device: str) -> Draft:

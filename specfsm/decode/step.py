@@ -143,6 +143,9 @@ class Step:
         assert self.graph is not None
         assert self.engine is not None
         fsm = self.loop.fsm
+        last = fsm.batch(Domain.DRAFT)
+        if draft is not None and last is not None and last.num_contexts:
+            self._settle(target, draft)  # a window of one draft step leaves the draft's values at a batch with prompts
         fsm.target_prepare(target)
         if not self.graph.reads[Domain.TARGET] and draft is not None:
             self._verify(target)

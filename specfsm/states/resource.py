@@ -90,7 +90,7 @@ class Ledger:
         self.stamps: tuple[list[tuple[int, ...] | None], ...] = tuple([None] * len(self.names) for _ in Domain)
         self.bound = [0 for _ in Domain]
         self.stale = [0 for _ in Domain]
-        self._saved: Saved | None = None
+        self.saved: Saved | None = None
 
     def _sources(self, reads: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
         """Everything a resource is derived from, directly or through others, in order of first mention."""
@@ -124,7 +124,7 @@ class Ledger:
     # The events of the resource table, each over many resources at once.
 
     def bind(self, domain: Domain, place: int) -> None:
-        self._saved = None
+        self.saved = None
         self.versions[domain][len(self.inputs) + place] += 1
         self.stamps[domain][place] = None
         self.bound[domain] |= 1 << place
@@ -132,13 +132,13 @@ class Ledger:
 
     def unbind(self, domain: Domain, mask: int) -> None:
         if (self.bound[domain] | self.stale[domain]) & mask:
-            self._saved = None
+            self.saved = None
             self.bound[domain] &= ~mask
             self.stale[domain] &= ~mask
 
     def move(self, domain: Domain, source: str) -> None:
         """An input moved (or a resource's contents were edited, which makes the resource itself stale too)."""
-        self._saved = None
+        self.saved = None
         place = self.position[source]
         self.versions[domain][place] += 1
         mask = self.readers[place]
@@ -150,7 +150,7 @@ class Ledger:
         """These were refreshed, all from the inputs as they are now. Their other readers, if bound, become stale."""
         if not mask:
             return
-        self._saved = None
+        self.saved = None
         versions, stamps, first = self.versions[domain], self.stamps[domain], len(self.inputs)
         for place in bits(mask):
             versions[first + place] += 1
@@ -162,7 +162,7 @@ class Ledger:
 
     def assume(self, domain: Domain, mask: int) -> None:
         """Take these as fresh while a graph is recorded, because it is replayed only when they are."""
-        self._saved = None
+        self.saved = None
         self.stale[domain] &= ~mask
 
     # Queries.
@@ -186,14 +186,14 @@ class Ledger:
 
     def save(self) -> Saved:
         """What `load` puts back. Nothing is copied while nothing changed since the last call."""
-        if self._saved is None:
-            self._saved = Saved(
+        if self.saved is None:
+            self.saved = Saved(
                 tuple(self.bound),
                 tuple(self.stale),
                 tuple(versions[:] for versions in self.versions),
                 tuple(stamps[:] for stamps in self.stamps),
             )
-        return self._saved
+        return self.saved
 
     def load(self, saved: Saved) -> None:
         self.bound[:] = saved.bound
@@ -201,4 +201,4 @@ class Ledger:
         for domain in Domain:
             self.versions[domain][:] = saved.versions[domain]
             self.stamps[domain][:] = saved.stamps[domain]
-        self._saved = saved
+        self.saved = saved

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import attrs
 import pytest
 import torch
 
 from specfsm.backends.backend import Backend
-from specfsm.backends.resource import DomainView, Table
+from specfsm.backends.resource import Alias, DomainView, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.states.resource import bits
-from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, world
+from specfsm.states.transfer import Transfer
+from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, Injected, World, buffers, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -105,3 +109,176 @@ def test_view_shows_what_resources_are_in_its_domain() -> None:
     view = binding.view
     with pytest.raises(KeyError, match="rows: this view is of no bound backend"):
         DomainView(view.domain, view.manager, view.geometry, None, view.axes).value("rows")
+
+
+# Stages: the host's work, then the device's.
+
+
+def host_copy(view: DomainView, buffer: torch.Tensor) -> torch.Tensor:
+    """Reads on the host what was staged: wrong unless the copy was enqueued before."""
+    return buffer.copy_(view.value("rows"))
+
+
+READS_STAGED = Table("echo", reads=("rows",), dtype="int32", shape=("S",), refresh=host_copy)
+
+
+def test_host_never_reads_what_was_not_sent_yet() -> None:
+    """A function of the host that reads a staged buffer begins a stage; everything before it shares one."""
+    resources = (*(each for each in RESOURCES if each.name in ("base", "rows", "block_table")), READS_STAGED)
+    at = world(Backend("toy", resources, {"adapter": "the adapter"}))
+    at.prepare()
+    assert at.metadata.echo.tolist() == at.metadata.rows.tolist() != [-1] * 5
+    names = at.fsm.ledger.names
+    binding = at.fsm.bindings[TARGET]
+    [plan] = binding._plans.values()
+    assert [[names[step.place] for step in stage.hosts] for stage in plan] == [["base", "rows"], ["echo"]]
+
+
+def test_what_nobody_on_the_host_reads_is_one_stage() -> None:
+    """DSA, all of it stale: fills first, then every copy, the maps of its tokens, and one launch."""
+    at = world("dsa")
+    at.prepare()
+    names = at.fsm.ledger.names
+    [[stage]] = at.fsm.bindings[TARGET]._plans.values()
+    assert [names[step.place] for step in stage.devices] == [
+        "req_idx_per_token",
+        "tokens_to_end",
+        "kv_cache_block_offsets",
+    ]
+    assert stage.devices[-1].resource is None
+
+
+def test_copies_before_a_failing_launch_are_still_guarded() -> None:
+    """They were enqueued: their sources are in flight, not free."""
+    at = world()
+    at.fuse.arm("launch")
+    with pytest.raises(Injected):
+        at.prepare()
+    at.fuse.disarm()
+    binding = at.fsm.bindings[TARGET]
+    carried = [staged.resource for flight in binding.flights.all for staged in flight.buffers]
+    assert carried == ["base", "rows"]
+    at.prepare()
+
+
+def test_bound_buffer_is_copied_to_from_then_on() -> None:
+    """The plan of a refresh names no buffer that is gone."""
+    at = world()
+    at.prepare()
+    other = torch.full_like(at.metadata.rows, 7)
+    at.fsm.bind("rows", other, TARGET)
+    at.prepare()
+    assert at.metadata.rows is other
+    assert other.tolist() != [7] * 5
+
+
+# A stage that comes again is recorded and replayed.
+
+
+class Tape:
+    """Stands in for a device's recorder: a replay runs what was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.busy = self.refuses = False
+
+    def capturing(self) -> bool:
+        return self.busy
+
+    def record(self, issue: Callable[[], None]) -> Callable[[], None]:
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            issue()
+
+        return replay
+
+
+def taped(backend: str | Backend = "toy", **options: Any) -> tuple[World, Tape]:
+    at, tape = world(backend, **options), Tape()
+    at.fsm.bindings[TARGET].recorder = tape  # type: ignore[assignment]  # stands in for it
+    return at, tape
+
+
+def step(at: World, length: int) -> None:
+    """Everything that a step moves."""
+    at.target.swap()
+    at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * len(BATCH)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replayed_refresh_writes_what_the_plain_one_does(backend: str) -> None:
+    """A recording for each side of the rings, made the third time it comes; level "tensors" sees each write."""
+    (at, tape), plain = taped(backend, check="tensors"), world(backend, check="tensors")
+    for length in range(4, 14):
+        for each in (at, plain):
+            step(each, min(length, 12))
+        for name, contents in buffers(plain.fsm, TARGET).items():
+            assert torch.equal(buffers(at.fsm, TARGET)[name], contents), name
+    assert tape.replayed > 0
+    assert tape.recorded <= 4
+
+
+def test_nothing_is_replayed_into_the_engines_own_graph() -> None:
+    at, tape = taped()
+    tape.busy = True
+    for length in range(4, 14):
+        step(at, min(length, 12))
+    assert (tape.recorded, tape.replayed) == (0, 0)
+
+
+def test_what_cannot_be_captured_is_issued_as_before() -> None:
+    at, tape = taped()
+    tape.refuses = True
+    for length in range(4, 14):
+        step(at, min(length, 12))
+    assert torch.equal(at.metadata.rows, at.metadata.host_rows)
+
+
+def test_recording_of_a_buffer_that_is_gone_is_dropped() -> None:
+    at, tape = taped()
+    for length in range(4, 12):
+        step(at, length)
+    assert tape.replayed
+    other = torch.full_like(at.metadata.rows, 7)
+    at.fsm.bind("rows", other, TARGET)
+    replayed = tape.replayed
+    step(at, 12)
+    assert tape.replayed == replayed
+    assert torch.equal(other, at.metadata.host_rows)
+
+
+def test_refresh_that_reads_a_view_is_not_recorded() -> None:
+    """The view's length follows the batch: a recording would keep the old one."""
+    view = Alias("live_rows", of="rows", reads=("batch",), derive=lambda rows, view: rows[: len(view.batch or ())])
+    reader = Table(
+        "reader",
+        reads=("rows", "live_rows"),
+        dtype="int32",
+        shape=("S",),
+        refresh=lambda view, buffer: buffer.fill_(len(view.value("live_rows"))),
+        on_device=True,
+    )
+    kept = tuple(each for each in RESOURCES if each.name in ("base", "rows"))
+    at, tape = taped(Backend("toy", (*kept, view, reader), {"adapter": "the adapter"}))
+    for length in range(4, 12):
+        step(at, length)
+    assert tape.recorded == 0
+    assert at.metadata.reader.tolist() == [3] * 5
+
+
+def test_failing_replay_keeps_nothing_in_flight_and_is_tried_again() -> None:
+    at, _ = taped()
+    for length in range(4, 12):
+        step(at, length)
+    at.fuse.arm("launch")
+    with pytest.raises(Injected):
+        step(at, 12)
+    at.fuse.disarm()
+    for ring in at.fsm.bindings[TARGET].rings.values():
+        assert ring.buffers[ring.turn - 1].machine.state is Transfer.FREE
+    step(at, 12)
+    assert torch.equal(at.metadata.rows, at.metadata.host_rows)

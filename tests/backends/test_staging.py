@@ -10,7 +10,7 @@ import torch
 from attrs import define, field
 
 from specfsm.backends.backend import Backend
-from specfsm.backends.staging import StagingBuffer, StagingRing
+from specfsm.backends.staging import Flight, Flights, StagingBuffer, StagingRing, events
 from specfsm.domain import Domain
 from specfsm.errors import IllegalTransition, PendingTransfer
 from specfsm.states.transfer import Transfer
@@ -49,16 +49,24 @@ class Event:
         self.due = None
 
 
-def buffer(clock: Clock) -> StagingBuffer:
-    return StagingBuffer("rows", torch.zeros(3, dtype=torch.int32), clock.event())
+def buffer() -> StagingBuffer:
+    return StagingBuffer("rows", torch.zeros(3, dtype=torch.int32))
+
+
+def send(device: torch.Tensor, flight: Flight, *staged: StagingBuffer) -> None:
+    """Copies, and the event behind them."""
+    for each in staged:
+        device.copy_(each.tensor)
+        each.submit(flight)
+    flight.depart()
 
 
 def test_buffer_is_copied_and_free_once_the_copy_landed() -> None:
     clock = Clock()
-    staged, device = buffer(clock), torch.zeros(3, dtype=torch.int32)
+    staged, device = buffer(), torch.zeros(3, dtype=torch.int32)
     staged.fill().fill_(7)
     assert staged.machine.state is Transfer.FILLING
-    staged.submit(device)
+    send(device, Flight(clock.event()), staged)
     assert device.tolist() == [7, 7, 7]
     assert staged.machine.state is Transfer.IN_FLIGHT
     assert not staged.poll()
@@ -70,9 +78,9 @@ def test_buffer_is_copied_and_free_once_the_copy_landed() -> None:
 def test_early_rewrite_is_refused() -> None:
     """What the device receives would change; the error names the resource and the buffer is as it was."""
     clock = Clock()
-    staged = buffer(clock)
+    staged = buffer()
     staged.fill()
-    staged.submit(torch.zeros(3, dtype=torch.int32))
+    send(torch.zeros(3, dtype=torch.int32), Flight(clock.event()), staged)
     with pytest.raises(PendingTransfer, match="the staging buffer of rows still feeds a copy") as caught:
         staged.fill()
     assert (caught.value.resource, caught.value.state, caught.value.legal) == ("rows", Transfer.IN_FLIGHT, ("land",))
@@ -81,22 +89,22 @@ def test_early_rewrite_is_refused() -> None:
     assert staged.fill() is staged.tensor
 
 
-def test_submit_without_a_fill_copies_nothing() -> None:
-    staged, device = buffer(Clock()), torch.full((3,), 5, dtype=torch.int32)
+def test_submit_without_a_fill_is_refused() -> None:
+    staged, flight = buffer(), Flight(Clock().event())
     with pytest.raises(IllegalTransition, match="FREE --submit-->"):
-        staged.submit(device)
-    assert device.tolist() == [5, 5, 5]
+        staged.submit(flight)
+    assert not flight.buffers
 
 
 def test_buffer_cannot_be_filled_twice() -> None:
-    staged = buffer(Clock())
+    staged = buffer()
     staged.fill()
     with pytest.raises(IllegalTransition, match="FILLING --fill-->"):
         staged.fill()
 
 
 def test_abandoned_fill_frees_the_buffer() -> None:
-    staged = buffer(Clock())
+    staged = buffer()
     staged.fill()
     staged.abandon()
     assert staged.machine.state is Transfer.FREE
@@ -105,15 +113,15 @@ def test_abandoned_fill_frees_the_buffer() -> None:
 def test_ring_takes_its_buffers_in_turn_and_waits_for_the_oldest() -> None:
     """The host fills one while the device reads the other; the third fill waits for the first copy."""
     clock = Clock()
-    ring = StagingRing("rows", (3,), torch.int32, CPU, clock.event)
+    ring, flights = StagingRing("rows", (3,), torch.int32, CPU), Flights(clock.event)
     device = torch.zeros(3, dtype=torch.int32)
-    assert len(clock.events) == 2, "an event for each buffer: a shared one would be re-armed before its waiter"
     taken = []
     for value in range(3):
         staged = ring.take()
         taken.append(staged)
         staged.fill().fill_(value)
-        staged.submit(device)
+        send(device, flights.take(), staged)
+    assert len(clock.events) == 2, "an event for each flight: one alone would be re-armed before its waiter"
     assert taken[0] is not taken[1]
     assert taken[2] is taken[0]
     assert ring.waits == 1
@@ -123,21 +131,38 @@ def test_ring_takes_its_buffers_in_turn_and_waits_for_the_oldest() -> None:
 
 def test_ring_does_not_wait_for_what_has_landed() -> None:
     clock = Clock()
-    ring = StagingRing("rows", (3,), torch.int32, CPU, clock.event)
+    ring, flights = StagingRing("rows", (3,), torch.int32, CPU), Flights(clock.event)
     for _ in range(4):
         staged = ring.take()
         staged.fill()
-        staged.submit(torch.zeros(3, dtype=torch.int32))
+        send(torch.zeros(3, dtype=torch.int32), flights.take(), staged)
         clock.now += 1
     assert ring.waits == 0
+
+
+def test_flight_lands_whole_and_departs_again_only_then() -> None:
+    """Two buffers of one refresh: whoever asks first lands both, and until then the flight carries nothing else."""
+    clock = Clock()
+    flights = Flights(clock.event)
+    pair = buffer(), buffer()
+    for staged in pair:
+        staged.fill()
+    flight = flights.take()
+    send(torch.zeros(3, dtype=torch.int32), flight, *pair)
+    assert flights.take() is not flight
+    clock.now += 1
+    assert pair[1].poll()
+    assert [staged.machine.state for staged in pair] == [Transfer.FREE] * 2
+    assert flights.take() is flight
+    assert len(clock.events) == 2
 
 
 def test_copies_within_the_host_land_at_once() -> None:
     ring = StagingRing("rows", (3,), torch.int32, CPU)
     staged = ring.take()
     staged.fill()
-    staged.submit(torch.zeros(3, dtype=torch.int32))
-    assert staged.machine.state is Transfer.FREE
+    send(torch.zeros(3, dtype=torch.int32), Flights(events(CPU)).take(), staged)
+    assert staged.poll()
     assert not staged.tensor.is_pinned()
 
 
@@ -145,14 +170,14 @@ def test_copies_within_the_host_land_at_once() -> None:
 
 
 def test_orchestrator_waits_instead_of_overwriting() -> None:
-    """Three refreshes while no copy lands: each ring of two waits for its first buffer, and never overwrites one."""
+    """Three refreshes while no copy lands: the third waits for the first, once for all that it copied."""
     clock = Clock()
     at = world(event=clock.event)
     for _ in range(3):
         at.prepare()
         at.target.swap()
     rings = at.fsm.bindings[Domain.TARGET].rings
-    assert {at.fsm.ledger.names[place]: ring.waits for place, ring in rings.items()} == {"base": 1, "rows": 1}
+    assert {at.fsm.ledger.names[place]: ring.waits for place, ring in rings.items()} == {"base": 1, "rows": 0}
     at.prepare()
     assert torch.equal(at.metadata.rows, at.metadata.host_rows)
 

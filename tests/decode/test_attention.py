@@ -50,6 +50,7 @@ class World:
         new = [row for row in rows if row[0] not in self.history]
         rows = [*new, *(row for row in rows if row not in new)]
         for request, _ in new:
+            self.loop.lifetime.begin(request)
             self.cache.add(request)
             self.history[request] = torch.zeros(0, self.cache.geometry.num_layers, 2, *self.shape[1:])
         lens = [len(self.history[request]) + tokens for request, tokens in rows]
@@ -58,6 +59,12 @@ class World:
         batch = Batch([request for request, _ in rows], lens, [tokens for _, tokens in rows], len(new))
         self.loop.fsm.target_prepare(batch)
         return batch
+
+    def leave(self, request: int) -> None:
+        """The request ends, and its pages are others'."""
+        self.loop.lifetime.retire((request,))
+        assert self.loop.lifetime.fence() == (request,)
+        self.cache.free(request)
 
     def attend(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run every layer on fresh random numbers: (what the pass gives, what dense attention gives)."""
@@ -116,10 +123,10 @@ def test_ragged_batches_equal_dense_attention(
     made.step((1, 9), (2, 1))
     made.step((1, 1), (3, 4), (2, 3))
     made.step((3, 1), (2, 1), (1, 1))
-    made.cache.free(2)
+    made.leave(2)
     made.step((4, 17), (1, 5), (5, 8))
     made.step((1, 4), (4, 4))
-    made.cache.free(3)
+    made.leave(3)
     made.step((6, 6), (1, 1), (4, 2), (5, 1))
 
 

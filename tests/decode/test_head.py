@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from specfsm.decode.head import MTPHead
-from specfsm.decode.train import tiny_target
+from specfsm.decode.training.tiny import tiny_target
 
 
 @pytest.fixture(scope="module")

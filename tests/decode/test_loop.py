@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specfsm.decode.attention import FLAVOURS
+from specfsm.decode.cache import PoolExhausted
 from specfsm.decode.loop import DecodeLoop
 from specfsm.domain import Batch, Domain, RowOrder
-from specfsm.errors import IllegalTransition, StaleResource
+from specfsm.errors import IllegalTransition, RetiredRequest, StaleResource, WindowOverflow
 from specfsm.orchestrator import Orchestrator
 from tests.decode.conftest import (
     ARRIVALS,
@@ -424,3 +429,294 @@ def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
         except StaleResource:
             refused += 1
     assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 5, 6)
+
+
+# Room.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dummy_rows_do_not_lend_their_pages(mode: str) -> None:
+    """Graphs pad batches with dummies that hold pages: admission leaves these out, so that no pool runs dry."""
+    options = settings(**MODES[mode])
+    longest = -(-(9 + 14 + options.window) // DRAFT_PAGE)
+    loop = DecodeLoop(target(), draft("early-exit"), settings(draft_blocks=2 * longest, **MODES[mode]))
+    ids = [loop.submit(prompt(30 + each, 9), 14) for each in range(3)]
+    running, outputs = [], {}
+    while loop.running or loop.waiting or loop.pending:
+        for emission in loop.step():
+            outputs.setdefault(emission.request, []).extend(emission.tokens)
+        running.append(len(loop.running))
+    assert outputs == {each: reference(prompt(30 + place, 9), 14) for place, each in enumerate(ids)}
+    assert max(running) == 2
+
+
+@pytest.mark.parametrize(("pool", "domain"), [("cache", Domain.TARGET), ("draft_cache", Domain.DRAFT)])
+def test_a_window_without_room_is_refused_before_a_forward(
+    pool: str, domain: Domain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: one cache reserves less than it was asked for. The step is refused before a model runs."""
+    loop = DecodeLoop(target(), draft("self"), settings())
+    pages = getattr(loop, pool)
+    reserve = pages.reserve
+    monkeypatch.setattr(
+        pages, "reserve", lambda request, tokens: reserve(request, tokens - loop.settings.window - PAGE)
+    )
+    loop.submit(prompt(31, 8), 8)
+    with pytest.raises(WindowOverflow) as caught:
+        loop.run()
+    assert caught.value.domain is domain
+    assert loop.fsm.domain is Domain.TARGET
+
+
+# Lives.
+
+
+@pytest.mark.parametrize("graphs", ["off", "whole"])
+def test_pages_outlive_the_step_that_may_write_them(graphs: str) -> None:
+    """With overlap a request is aborted while its step runs: its pages are kept until that step has landed, and its
+    results are dropped."""
+    loop = DecodeLoop(target(), draft("self"), settings(overlap=True, graphs=graphs))
+    kept, gone = loop.submit(prompt(32, 6), 20), loop.submit(prompt(33, 6), 20)
+    outputs: dict[int, list[int]] = {kept: [], gone: []}
+
+    def step() -> None:
+        for emission in loop.step():
+            outputs[emission.request] += emission.tokens
+
+    for _ in range(3):
+        step()
+    assert loop.pending is not None
+    free = loop.cache.free_blocks
+    loop.abort(gone)
+    written = list(outputs[gone])
+    assert loop.cache.free_blocks == free
+    with pytest.raises(RetiredRequest, match="in flight may write to them"):
+        loop.cache.free(gone)
+    step()
+    assert loop.cache.free_blocks > free
+    while loop.running or loop.pending:
+        step()
+    assert outputs == {kept: reference(prompt(32, 6), 20), gone: written}
+
+
+def test_pages_of_a_running_request_are_not_freed() -> None:
+    """A planted fault: the cache is told to free what still runs."""
+    loop = DecodeLoop(target(), draft("self"), settings())
+    request = loop.submit(prompt(34, 6), 6)
+    loop.step()
+    for pages in loop.caches:
+        with pytest.raises(RetiredRequest, match="it is live"):
+            pages.free(request)
+    assert loop.run()[request] == reference(prompt(34, 6), 6)[1:]
+
+
+# What moves a request's pages.
+
+
+COMES_BACK = {
+    "preempted": lambda loop, request: loop.preempt(request),
+    "offloaded": lambda loop, request: (loop.offload(request), loop.load_back(request)),
+    "offloaded without the draft": lambda loop, request: (loop.offload(request, draft=False), loop.load_back(request)),
+}
+
+
+@pytest.mark.parametrize("how", COMES_BACK)
+@pytest.mark.parametrize("kind", ["self", "head"])
+@pytest.mark.parametrize("mode", ["eager", *MODES])
+def test_request_that_comes_back_loses_nothing(mode: str, kind: str, how: str) -> None:
+    """SGLang #19897, #32176: what the draft's cache lost is filled again. Every token is the target's, and the draft
+    that is the target itself is believed as before."""
+    options = MODES.get(mode, {})
+    loop = DecodeLoop(target(), draft(kind), settings(host_blocks=24, **options))
+    ids = [loop.submit(prompt(35 + place, 7), 20) for place in range(2)]
+    outputs: dict[int, list[int]] = {request: [] for request in ids}
+    emissions, step = [], 0
+    while loop.running or loop.waiting or loop.pending:
+        for emission in loop.step():
+            outputs[emission.request] += emission.tokens
+            emissions.append(emission)
+        step += 1
+        if step in (2, 4):
+            COMES_BACK[how](loop, ids[step % 3 % 2])
+    assert outputs == {request: reference(prompt(35 + place, 7), 20) for place, request in enumerate(ids)}
+    assert all(each.proposed for each in emissions[-2:]), "it does not speculate any more"
+    if kind == "self":
+        assert all(each.accepted == each.proposed for each in emissions if not each.finished)
+    assert [cache.free_blocks for cache in loop.caches] == free_at_start(loop)
+
+
+def free_at_start(loop: DecodeLoop) -> list[int]:
+    """Pages that nobody but the dummies holds."""
+    return (
+        [pages for _, pages in loop._pools().values()]
+        if loop.settings.graphs == "off"
+        else [
+            cache.geometry.blocks_in_primary_pool - sum(len(cache.block_ids(each)) for each in loop.dummies)
+            for cache in loop.caches
+        ]
+    )
+
+
+@pytest.mark.parametrize("kind", ["self", "head"])
+@pytest.mark.parametrize("mode", ["eager", *MODES])
+def test_lost_rows_are_filled_again(mode: str, kind: str) -> None:
+    """A planted fault: the draft's pages are wiped, and the contract is told. The loop re-fills them, and no proposal
+    is made from what was wiped."""
+    loop = DecodeLoop(target(), draft(kind), settings(**MODES.get(mode, {})))
+    request = loop.submit(prompt(38, 7), 25)
+    output: list[int] = []
+    rates = []
+    for step in range(30):
+        for emission in loop.step():
+            output += emission.tokens
+            rates.append((emission.accepted, emission.proposed))
+        if step == 3:
+            assert loop.draft_cache is not None
+            loop.draft_cache.pool[places(loop.draft_cache, request)] = 1e4
+            loop.content.cut(request, 0)
+        if not (loop.running or loop.pending):
+            break
+    assert output == reference(prompt(38, 7), 25)
+    if kind == "self":
+        assert all(accepted == proposed for accepted, proposed in rates[:-1])
+
+
+def test_wiped_rows_would_be_seen() -> None:
+    """The fault above is one: with nobody told, the draft guesses badly, and nothing else happens."""
+    loop = DecodeLoop(target(), draft("self"), settings())
+    request = loop.submit(prompt(38, 7), 25)
+    rates = []
+    while loop.running or loop.waiting:
+        rates += [(emission.accepted, emission.proposed) for emission in loop.step()]
+        if len(rates) == 4:
+            assert loop.draft_cache is not None
+            loop.draft_cache.pool[places(loop.draft_cache, request)] = 1e4
+    assert any(accepted < proposed for accepted, proposed in rates[:-1])
+
+
+def test_what_does_not_run_cannot_be_moved() -> None:
+    """Each refusal says why, and moves nothing."""
+    loop = DecodeLoop(target(), draft("self"), settings(host_blocks=7))
+    short, long = loop.submit(prompt(40, 5), 15), loop.submit(prompt(41, 25), 8)
+    with pytest.raises(KeyError, match=f"no request {short} is waiting or running"):
+        loop.offload(short)
+    loop.step()
+    with pytest.raises(PoolExhausted, match="the host pool has no room for 8 more pages"):
+        loop.offload(long)
+    loop.offload(short)
+    with pytest.raises(KeyError):
+        loop.offload(short)
+    loop.abort(short)
+    with pytest.raises(KeyError):
+        loop.load_back(short)
+    assert loop.run()[long] == reference(prompt(41, 25), 8)[1:]
+
+
+def test_load_back_waits_for_room() -> None:
+    """An offloaded request is admitted like any other."""
+    loop = DecodeLoop(target(), draft("self"), settings(max_requests=1, host_blocks=24))
+    first, second = loop.submit(prompt(42, 5), 9), loop.submit(prompt(43, 5), 9)
+    loop.step()
+    loop.offload(first)
+    loop.step()
+    with pytest.raises(PoolExhausted, match=f"request {first} does not fit beside the running ones"):
+        loop.load_back(first)
+    with pytest.raises(PoolExhausted, match="1 requests are offloaded, and there are rows for no more"):
+        loop.offload(second)
+    assert loop.run()[second] == reference(prompt(43, 5), 9)[1:]
+    loop.load_back(first)
+    assert loop.run()[first] == reference(prompt(42, 5), 9)[1:]
+
+
+class Traffic:
+    """A loop to which anything may happen between two steps."""
+
+    def __init__(self, mode: str, kind: str) -> None:
+        changes = MODES.get(mode, {})
+        self.loop = DecodeLoop(
+            target(), draft(kind), settings(host_blocks=24, draft_blocks=12, **changes), check="tensors"
+        )
+        self.outputs: dict[int, list[int]] = {}
+        self.prompts: dict[int, int] = {}
+        self.aborted: set[int] = set()
+
+    def run(self, actions: list[tuple[str, int]]) -> None:
+        for action, which in actions:
+            getattr(self, action)(which)
+            self.step()
+        while self.loop.running or self.loop.waiting or self.loop.pending or self.loop.parked:
+            if not (self.loop.running or self.loop.waiting or self.loop.pending):
+                self.load_back(0)
+            self.step()
+
+    def step(self) -> None:
+        for emission in self.loop.step():
+            self.outputs[emission.request] += emission.tokens
+
+    def submit(self, which: int) -> None:
+        request = self.loop.submit(prompt(50 + which, 3 + 2 * which), 9)
+        self.outputs[request], self.prompts[request] = [], which
+
+    def abort(self, which: int) -> None:
+        for each in (self.loop.running + self.loop.parked + self.loop.waiting)[which:][:1]:
+            self.loop.abort(each.id)
+            self.aborted.add(each.id)
+
+    def preempt(self, which: int) -> None:
+        for each in (self.loop.running + self.loop.parked)[which:][:1]:
+            self.loop.preempt(each.id)
+
+    def park(self, which: int, draft: bool = True) -> None:
+        for each in self.loop.running[which:][:1]:
+            with suppress(PoolExhausted, KeyError):  # no room, or it finished in the step that was in flight
+                self.loop.offload(each.id, draft)
+
+    def park_target(self, which: int) -> None:
+        self.park(which, draft=False)
+
+    def load_back(self, which: int) -> None:
+        for each in self.loop.parked[which:][:1]:
+            with suppress(PoolExhausted):
+                self.loop.load_back(each.id)
+
+    def wait(self, which: int) -> None:
+        """Nothing happens."""
+
+
+ACTIONS = ("submit", "submit", "abort", "preempt", "park", "park_target", "load_back", "load_back", "wait")
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["eager", *MODES]),
+    st.sampled_from(["self", "early-exit", "head"]),
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=25),
+)
+def test_any_traffic_is_lossless(mode: str, kind: str, actions: list[tuple[str, int]]) -> None:
+    """Requests join, finish, abort, are preempted, offloaded with and without the draft's rows, and loaded back, in
+    any order: every token is the target's own, and every page comes back."""
+    traffic = Traffic(mode, kind)
+    traffic.run(actions)
+    for request, output in traffic.outputs.items():
+        which = traffic.prompts[request]
+        expected = reference(prompt(50 + which, 3 + 2 * which), 9)
+        assert output == expected[: len(output)]
+        assert request in traffic.aborted or output == expected
+    assert [cache.free_blocks for cache in traffic.loop.caches] == free_at_start(traffic.loop)
+
+
+def test_graph_of_one_draft_step_replays_after_a_prompt() -> None:
+    """A window of one step leaves the draft's values at the prompt's batch; the recording is replayed all the same."""
+    loop = DecodeLoop(target(), draft("self"), settings(draft_len=1, max_requests=1, graphs="whole", graph_sizes=(1,)))
+    ids = [loop.submit(prompt(number, 5), 16) for number in range(2)]
+    outputs = loop.run()
+    assert [outputs[each] for each in ids] == [reference(prompt(number, 5), 16) for number in range(2)]
+    assert loop.replays > 0
+
+
+def test_target_alone_is_replayed_too() -> None:
+    """Without a draft there is no draft content to ask for: after two warm-ups every step is a replay."""
+    loop = DecodeLoop(target(), None, settings(graphs="whole", graph_sizes=(1,)))
+    loop.submit(prompt(0, 4), 12)
+    loop.run()
+    assert (loop.eager, loop.replays) == (2, 9)

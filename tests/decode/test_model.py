@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from specfsm.decode.attention import ATTENTION
-from specfsm.decode.head import MTPHead
+from specfsm.decode.head import MTPHead, default_head
 from specfsm.decode.loop import DecodeLoop
-from specfsm.decode.model import HeadDraft, Model, early_exit, make_draft
+from specfsm.decode.model import HeadDraft, Model, default_draft, early_exit, make_draft
 from specfsm.domain import Batch
 from tests.decode.conftest import VOCABULARY, draft, llama, plain, prompt, reference, settings, target
 
@@ -62,6 +62,7 @@ def test_packed_tokens_are_each_requests_own() -> None:
     loop = DecodeLoop(target(), None, settings())
     lens = [len(each) for each in prompts]
     for request, length in enumerate(lens):
+        loop.lifetime.begin(request)
         loop.cache.add(request)
         loop.cache.reserve(request, length)
     batch = Batch(range(3), lens, lens, num_contexts=3)
@@ -142,3 +143,21 @@ def test_head_width_that_is_not_hidden_over_heads() -> None:
     alone = llama(5, head_dim=24, num_hidden_layers=2)
     expected = alone.generate(torch.tensor([prompt(6, 5)]), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert output == expected[0, 5:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("/cache/SmolLM2-135M-Instruct.Q4_1-0.1.2-50ee2aebbd58", "mtp"), ("/models/another", "self"), ("", "self")],
+)
+def test_default_draft_is_the_shipped_head_for_its_target(name: str, spec: str) -> None:
+    """Any other target drafts for itself."""
+    lm = llama(0)
+    lm.config.name_or_path = name
+    assert default_draft(Model(lm)) == spec
+
+
+def test_shipped_head_fits_its_target() -> None:
+    """The file is in the package, small, and made for SmolLM2-135M's vocabulary and width."""
+    assert default_head().stat().st_size < 12e6
+    head = MTPHead.load(default_head())
+    assert (head.config.vocab_size, head.config.hidden_size, head.metadata["nextn"]) == (49152, 576, "3")

@@ -141,8 +141,8 @@ def test_base_is_decoded_slots(order: RowOrder) -> None:
     cache.offload(5, 1)
     base = cache.compute_sliding_base([3, 5])
     [three, five] = cache.arrange([3, 5])
-    assert base[0, three, 0].tolist() == [3, -1, -1, -1]
-    assert base[0, five, 0].tolist() == [0, -1, 2, -1]
+    assert base[0, three, 0].tolist() == [4, -1, -1, -1]
+    assert base[0, five, 0].tolist() == [1, -1, 3, -1]
     assert cache.compute_sliding_base([3, 5]) is base
 
 

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from specfsm.decode import train
 from specfsm.decode.head import MTPHead
-from specfsm.decode.train import Corpus, Sampler, Settings, Trainer
+from specfsm.decode.training import data, evaluation, fit, objective, prompts, run, settings, unroll
+from specfsm.decode.training.fit import Trainer, batches, fit_fuse, padded, starts
+from specfsm.decode.training.sampler import Corpus, Sampler, require_own_answers
+from specfsm.decode.training.settings import Settings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,47 +31,56 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-TINY = train.shrink(Settings(tiny=True, prompts=24, held_out=9, batch=8, steps=6, every=2, length=160))
+TINY = settings.shrink(Settings(tiny=True, prompts=24, held_out=9, batch=8, steps=6, every=2, length=160))
 
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, Any]:
     """A random target with its byte tokenizer, the training's attention functions registered."""
-    return train._load(TINY)
+    return run.load(TINY)
 
 
 def prompts_for(tokenizer: Any, *texts: str) -> list[tuple[str, list[int]]]:
     """(kind, prompt tokens) pairs."""
-    return [("question", train.encode(tokenizer, text)) for text in texts]
+    return [("question", ids) for ids in prompts.encode(tokenizer, texts)]
+
+
+def rows_for(target: Any) -> objective.Rows:
+    """The loss of TINY's settings."""
+    return objective.distiller(target, TINY.soft, TINY.nextn, TINY.chunk)
+
+
+def untrained(target: Any) -> MTPHead:
+    """A head for unrolled steps, as the target's last layer."""
+    return MTPHead(target.config, attn_implementation=unroll.ATTENTION).attach(target).start_from(target)
 
 
 def answers(tiny: tuple[Any, Any], count: int = 5, **bounds: Any) -> Corpus:
     """Greedy answers of the tiny target to ``count`` prompts of different lengths, over two rows."""
     target, tokenizer = tiny
     sampler = Sampler(target, 2, 64, tokenizer.eos_token_id)
-    prompts = prompts_for(tokenizer, *("ab" * (3 * n + 1) for n in range(count)))
-    with train.attention(target.config, "specfsm_sampler"):
-        return sampler.answer(prompts, [0.0] * count, **bounds)
+    questions = prompts_for(tokenizer, *("ab" * (3 * n + 1) for n in range(count)))
+    return sampler.answer(questions, [0.0] * count, **bounds)
 
 
 def test_prompts_are_different_and_seeded() -> None:
     """As many as asked for, none twice, all kinds, all slots filled, and the same again for the same seed."""
-    prompts = train.make_prompts(2000, 5)
-    assert len({text for _, text in prompts}) == 2000
-    assert {kind for kind, _ in prompts} == set(train.TEMPLATES)
-    assert not any("{" in text or "  " in text for _, text in prompts)
-    assert prompts == train.make_prompts(2000, 5) != train.make_prompts(2000, 6)
+    pairs = prompts.make_prompts(2000, 5)
+    assert len({text for _, text in pairs}) == 2000
+    assert {kind for kind, _ in pairs} == set(prompts.TEMPLATES)
+    assert not any("{" in text or "  " in text for _, text in pairs)
+    assert pairs == prompts.make_prompts(2000, 5) != prompts.make_prompts(2000, 6)
 
 
 def test_held_out_prompts_share_no_template_and_no_word() -> None:
     """Training and held-out prompts are made of disjoint templates and disjoint words."""
-    for items in train.TEMPLATES.values():
-        assert not set(train.held(items, 3, True)) & set(train.held(items, 3, False))
+    for items in prompts.TEMPLATES.values():
+        assert not set(prompts.held(items, 3, True)) & set(prompts.held(items, 3, False))
         assert len(set(items)) == len(items)
-    for name, words in train.WORDS.items():
+    for name, words in prompts.WORDS.items():
         assert len(set(words)) == len(words), name
-    known = {text for _, text in train.make_prompts(5000, 0)}
-    assert not known & {text for _, text in train.make_prompts(500, 0, held_out=True)}
+    known = {text for _, text in prompts.make_prompts(5000, 0)}
+    assert not known & {text for _, text in prompts.make_prompts(500, 0, held_out=True)}
 
 
 @torch.no_grad()
@@ -83,6 +94,16 @@ def test_sampler_answers_as_the_target_does(tiny: tuple[Any, Any]) -> None:
         assert torch.equal(logits[prompt - 1 : -1].argmax(-1).int(), tokens[prompt:end])
         assert end == 64 or tokens[end - 1] == 0
         assert not (tokens[prompt : end - 1] == 0).any()
+
+
+def test_answers_of_another_model_are_refused(tiny: tuple[Any, Any]) -> None:
+    """A sampler that went wrong is noticed before anything is learnt from it."""
+    target, _ = tiny
+    corpus = answers(tiny)
+    assert require_own_answers(target, corpus) == 1.0
+    corpus.tokens = (corpus.tokens + 1) % 257
+    with pytest.raises(ValueError, match="the sampled answers are not the target's: it agrees with"):
+        require_own_answers(target, corpus)
 
 
 def test_sampler_stops_at_limit_and_deadline(tiny: tuple[Any, Any]) -> None:
@@ -110,13 +131,13 @@ def test_temperature_draws_from_the_distribution(tiny: tuple[Any, Any]) -> None:
 def test_questions_are_the_ended_user_turns(tiny: tuple[Any, Any]) -> None:
     """Turns that the target ended become prompts, once each; cut ones are dropped."""
     _, tokenizer = tiny
-    begin = train.user_turn(tokenizer)
+    begin = prompts.user_turn(tokenizer)
     turns = ["Why?<|end|>", "Why?<|end|>", "How<|end|>", "cut"]
     rows = [begin + tokenizer(turn)["input_ids"] for turn in turns]
     lens = torch.tensor([len(row) for row in rows])
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=9)
     corpus = Corpus(tokens.int(), torch.full((4,), len(begin)), lens, ["x"] * 4)
-    assert train.questions(tokenizer, corpus) == [(train.ASKED, "Why?"), (train.ASKED, "How")]
+    assert data.questions(tokenizer, corpus) == [(prompts.ASKED, "Why?"), (prompts.ASKED, "How")]
 
 
 @torch.no_grad()
@@ -128,10 +149,10 @@ def test_unrolled_steps_are_the_decode_loops(tiny: tuple[Any, Any], seq: int) ->
     torch.manual_seed(seq)
     token_ids = torch.randint(0, 257, (1, seq))
     states = target.model(input_ids=token_ids).last_hidden_state
-    unrolled_head = MTPHead(target.config, attn_implementation="specfsm_unrolled").attach(target)
+    unrolled_head = MTPHead(target.config, attn_implementation=unroll.ATTENTION).attach(target)
     cached_head = MTPHead(target.config, attn_implementation="sdpa").attach(target)
     cached_head.load_state_dict(unrolled_head.state_dict())
-    unrolled = list(train.unroll(unrolled_head, states, token_ids, nextn))
+    unrolled = list(unroll.unroll(unrolled_head, states, token_ids, nextn))
     for start in range(seq - nextn):
         for step, drafted in enumerate(draft(cached_head, states, token_ids, start, nextn)):
             torch.testing.assert_close(unrolled[step][0, start], drafted, atol=1e-4, rtol=1e-4)
@@ -156,27 +177,53 @@ def draft(head: MTPHead, states: Any, token_ids: Any, start: int, nextn: int) ->
 def test_distillation_gradient(soft: float, count: int) -> None:
     """Loss and gradient of the chunked operation are autograd's of the formula, whatever the last chunk's size."""
     torch.manual_seed(count)
-    lm_head, weight = torch.randn(31, 6, dtype=torch.double), torch.rand(count, dtype=torch.double)
-    student = torch.randn(count, 6, dtype=torch.double, requires_grad=True)
+    lm_head, weight = torch.randn(31, 6, dtype=torch.double), torch.rand(2, count, dtype=torch.double)
+    students = torch.randn(2, count, 6, dtype=torch.double, requires_grad=True)
     teacher = torch.randn(count, 6, dtype=torch.double)
     wanted = teacher @ lm_head.T
     goal = soft * wanted.softmax(-1) + (1 - soft) * F.one_hot(wanted.argmax(-1), 31)
-    plain = -((goal * (student @ lm_head.T).log_softmax(-1)).sum(-1) * weight).sum()
-    (expected,) = torch.autograd.grad(plain, student)
+    plain = -(goal * (students @ lm_head.T).log_softmax(-1)).sum(-1)
+    (expected,) = torch.autograd.grad((plain * weight).sum(), students)
 
     def rows(*parts: torch.Tensor) -> Any:
-        return train.distill_rows(parts[0], parts[1], parts[2], parts[3], soft)
+        return objective.distill_rows(parts[0], parts[1], parts[2], soft)
 
-    loss, agree = train.distill(student, teacher, weight, lm_head, 8, rows)
-    (grad,) = torch.autograd.grad(3 * loss, student)
+    loss, agree = objective.distill(students, teacher, lm_head, 8, rows)
+    (grad,) = torch.autograd.grad((loss * weight).sum(), students)
     torch.testing.assert_close(loss, plain, check_dtype=False, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(grad, 3 * expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(agree, (student @ lm_head.T).argmax(-1) == wanted.argmax(-1))
+    torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(agree, (students @ lm_head.T).argmax(-1) == wanted.argmax(-1))
+
+
+def test_loss_is_that_of_each_start(tiny: tuple[Any, Any]) -> None:
+    """Start by start, step by step: cross entropy, a quarter of it where an earlier draft was wrong."""
+    target, _ = tiny
+    trainer = Trainer(target, untrained(target), answers(tiny), TINY, rows_for(target))
+    states, part = trainer.load(trainer.corpus, torch.arange(5))
+    loss, agreement = trainer.loss(states, part)
+    drafted = list(unroll.unroll(trainer.head, states, part.tokens, 3))
+    alive: dict[tuple[int, int], bool] = {}
+    expected, share = 0.0, []
+    for step in (1, 2, 3):
+        found = []
+        for document, start in starts(part.prompt_lens, part.lens, states.shape[1], step).nonzero().tolist():
+            wanted = target.lm_head(states[document, start + step])
+            ours = target.lm_head(drafted[step - 1][document, start])
+            goal = TINY.soft * wanted.softmax(-1)
+            goal[wanted.argmax()] += 1 - TINY.soft
+            weight = 1.0 if alive.get((document, start), True) else 0.25
+            hit = bool(ours.argmax() == wanted.argmax())
+            alive[document, start] = alive.get((document, start), True) and hit
+            found.append((weight * float(-(goal * ours.log_softmax(-1)).sum().detach()), hit))
+        expected += TINY.decay ** (step - 1) * sum(each for each, _ in found) / len(found)
+        share.append(sum(hit for _, hit in found) / len(found))
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert agreement.tolist() == pytest.approx(share)
 
 
 def test_starts_cover_the_answer() -> None:
     """From the last prompt token to the last one that has a token to predict."""
-    found = train.starts(torch.tensor([2, 4]), torch.tensor([7, 5]), 8, 2)
+    found = starts(torch.tensor([2, 4]), torch.tensor([7, 5]), 8, 2)
     assert [row.nonzero()[:, 0].tolist() for row in found] == [[1, 2, 3], []]
 
 
@@ -184,13 +231,13 @@ def test_batches_hold_each_document_once_an_epoch() -> None:
     """Documents of one padded length, at most so many tokens, all seen once, in an order that the seed decides."""
     lens = torch.tensor([10, 60, 64, 65, 100, 128, 190] * 3)
     corpus = Corpus(torch.zeros(21, 192), torch.ones(21), lens, ["x"] * 21)
-    order, again = train.batches(corpus, 256, 1), train.batches(corpus, 256, 1)
+    order, again = batches(corpus, 256, 1), batches(corpus, 256, 1)
     seen: list[int] = []
     while len(seen) < 21:
         batch = next(order)
         assert torch.equal(batch, next(again))
-        assert len(set(train.padded(lens[batch]).tolist())) == 1
-        assert int(train.padded(lens[batch]).sum()) <= 256
+        assert len(set(padded(lens[batch]).tolist())) == 1
+        assert int(padded(lens[batch]).sum()) <= 256
         seen += batch.tolist()
     assert sorted(seen) == list(range(21))
 
@@ -209,7 +256,7 @@ def test_replay_counts_as_decoding_does(
     matches: list[list[int]], nextn: int, tokens: int, forwards: int, reached: list[int], accepted: list[int]
 ) -> None:
     """Hand-counted documents: never a draft, always one, always two, the second always wrong."""
-    found = train.replay(torch.tensor(matches)[:, None], torch.tensor([2]), torch.tensor([10]), nextn)
+    found = evaluation.replay(torch.tensor(matches)[:, None], torch.tensor([2]), torch.tensor([10]), nextn)
     assert found.tokens == tokens
     assert found.forwards == forwards
     assert (found.reached, found.accepted) == (reached, accepted)
@@ -220,10 +267,10 @@ def test_replay_agrees_with_a_real_loop(tiny: tuple[Any, Any]) -> None:
     """Tokens a forward, computed from the matches of all starts, are those of drafting and verifying in turn."""
     target, _ = tiny
     corpus = answers(tiny)
-    head = MTPHead(target.config, attn_implementation="specfsm_unrolled").attach(target).start_from(target)
-    trainer = Trainer(target, head, corpus, TINY, train._rows(TINY, target))
-    train.fit_fuse(trainer, torch.arange(5))
-    found = train.evaluate(trainer, corpus)["all"][3]
+    head = untrained(target)
+    trainer = Trainer(target, head, corpus, TINY, rows_for(target))
+    fit_fuse(trainer, torch.arange(5))
+    found = evaluation.evaluate(trainer, corpus)["all"][3]
     cached_head = MTPHead(target.config, attn_implementation="sdpa").attach(target)
     cached_head.load_state_dict(head.state_dict())
     forwards = sum(decode(target, cached_head, corpus, row, 3) for row in range(5))
@@ -250,39 +297,69 @@ def decode(target: Any, head: MTPHead, corpus: Corpus, row: int, nextn: int) -> 
 
 def test_tiny_run_learns_and_saves(tmp_path: Path) -> None:
     """The whole of it: data, training, report, and a head that loads and drafts better than at the start."""
-    settings = dataclasses.replace(
+    wanted = dataclasses.replace(
         TINY, steps=20, every=10, output=str(tmp_path / "head.safetensors"), report=str(tmp_path / "report.json")
     )
-    report = train.train(settings)
+    report = run.train(wanted)
     assert set(report["all"]) == {1, 2, 3}
-    head = MTPHead.load(settings.output)
+    head = MTPHead.load(wanted.output)
     assert head.metadata["seed"] == "0"
     assert head.metadata["nextn"] == "3"
-    written = json.loads(Path(settings.report).read_text())
+    written = json.loads(Path(wanted.report).read_text())
     assert written["held_out"]["all"]["3"]["tokens_per_forward"] == round(report["all"][3].mean, 4)
-    assert set(written["held_out"]) == {"all", *train.TEMPLATES}
+    assert set(written["held_out"]) == {"all", *prompts.TEMPLATES}
 
 
 def test_loss_falls(tiny: tuple[Any, Any]) -> None:
     """A few steps on the same documents lower the loss and raise the agreement."""
     target, _ = tiny
-    head = MTPHead(target.config, attn_implementation="specfsm_unrolled").attach(target).start_from(target)
-    trainer = Trainer(target, head, answers(tiny), TINY, train._rows(TINY, target))
+    head = untrained(target)
+    trainer = Trainer(target, head, answers(tiny), dataclasses.replace(TINY, rate=0.02), rows_for(target))
     losses, agreements = zip(*(trainer.step(torch.arange(5), 0.2) for _ in range(60)), strict=True)
     assert losses[-1] < 0.9 * losses[0]
     assert agreements[-1][0] > agreements[0][0]
 
 
+def test_kept_states_are_the_targets(tiny: tuple[Any, Any]) -> None:
+    """Loading a batch gives the same states, up to each document's end, as computing them anew."""
+    target, _ = tiny
+    trainer = Trainer(target, untrained(target), answers(tiny), TINY, rows_for(target))
+    chosen = torch.tensor([3, 0, 4])
+    expected, part = trainer.load(trainer.corpus, chosen)
+    trainer.keep_states()
+    found, same = trainer.load(trainer.corpus, chosen)
+    assert torch.equal(part.tokens, same.tokens)
+    for ours, theirs, end in zip(found, expected, part.lens.tolist(), strict=True):
+        torch.testing.assert_close(ours[:end], theirs[:end])
+
+
+def test_each_step_computes_with_the_weights_of_the_last(
+    tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast, as on a GPU, neither training nor evaluation goes on with the first step's bf16 copies."""
+    target, _ = tiny
+    for module in (fit, evaluation):
+        monkeypatch.setattr(module, "precision", lambda _: torch.autocast("cpu", torch.bfloat16))
+    trainer = Trainer(target, untrained(target), answers(tiny), TINY, rows_for(target))
+    before = evaluation.find_matches(trainer, trainer.corpus)
+    losses = [float(trainer.step(torch.arange(5), 0.2)[0]) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        for parameter in trainer.head.parameters():
+            parameter.zero_()
+    assert not torch.equal(evaluation.find_matches(trainer, trainer.corpus), before)
+
+
 def test_same_seed_same_head_and_resuming_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs, one of them stopped and resumed from its checkpoint, end in the same weights."""
 
-    def run(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+    def trained(name: str, **changes: Any) -> dict[str, torch.Tensor]:
         output = tmp_path / f"{name}.safetensors"
-        train.train(dataclasses.replace(TINY, output=str(output), **changes))
+        run.train(dataclasses.replace(TINY, output=str(output), **changes))
         return load_file(output)
 
     checkpoint = str(tmp_path / "checkpoint")
-    expected = run("whole")
+    expected = trained("whole")
     step, taken = Trainer.step, []
 
     def stopped(trainer: Trainer, *rest: Any) -> Any:
@@ -293,8 +370,8 @@ def test_same_seed_same_head_and_resuming_changes_nothing(tmp_path: Path, monkey
 
     monkeypatch.setattr(Trainer, "step", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run("resumed", checkpoint=checkpoint)
-    resumed = run("resumed", checkpoint=checkpoint)
+        trained("resumed", checkpoint=checkpoint)
+    resumed = trained("resumed", checkpoint=checkpoint, resume=True)
     assert len(taken) == 4 + 4, "it went on from step 2"
     assert resumed.keys() == expected.keys()
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
@@ -303,16 +380,25 @@ def test_same_seed_same_head_and_resuming_changes_nothing(tmp_path: Path, monkey
 def test_a_run_without_time_says_so(tmp_path: Path) -> None:
     """A run without the time to answer a prompt says so."""
     output = tmp_path / "head.safetensors"
-    settings = dataclasses.replace(TINY, steps=0, minutes=1e-6, asked=0.0, output=str(output))
+    hurried = dataclasses.replace(TINY, steps=0, minutes=1e-6, asked=0.0, output=str(output))
     with pytest.raises(ValueError, match="no time was left"):
-        train.train(settings)
+        run.train(hurried)
+
+
+def test_resuming_needs_a_checkpoint(tmp_path: Path) -> None:
+    """Its name, and the file."""
+    with pytest.raises(ValueError, match="name its file with --checkpoint"):
+        run.train(dataclasses.replace(TINY, resume=True))
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
+        run.train(dataclasses.replace(TINY, resume=True, checkpoint=str(tmp_path / "none")))
 
 
 def test_options_are_the_settings() -> None:
     """Each setting is an option with its default; ``--tiny`` shrinks what was not given."""
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    assert train.from_arguments(parser.parse_args([])) == Settings()
-    settings = train.from_arguments(parser.parse_args(["--tiny", "--steps", "7", "--batch-tokens", "512"]))
-    assert (settings.steps, settings.batch_tokens, settings.batch) == (7, 512, train.TINY["batch"])
-    assert "--answering" in parser.format_help()
+    settings.add_arguments(parser)
+    assert settings.from_arguments(parser.parse_args([])) == Settings()
+    found = settings.from_arguments(parser.parse_args(["--tiny", "--steps", "7", "--batch-tokens", "512"]))
+    assert (found.steps, found.batch_tokens, found.batch) == (7, 512, settings.TINY["batch"])
+    grouped = [name for names in settings.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(option.name for option in dataclasses.fields(Settings))
