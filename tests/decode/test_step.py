@@ -35,11 +35,10 @@ class Watched(DecodeLoop):
 
         monkeypatch.setattr(Step, "run", begin)
 
-    def forward(self, batch: Batch, limit: int | None = None) -> Any:
+    def forward(self, batch: Batch, domain: Domain, limit: int | None = None) -> Any:
         if hasattr(self, "places"):
-            domain = self.fsm.domain
             self.found[domain, next(self.places[domain])] = self.metadata.kv_lens_cuda_runtime.clone()
-        return super().forward(batch, limit)
+        return super().forward(batch, domain, limit)
 
 
 @pytest.mark.parametrize("kind", ["early-exit", "head"])
