@@ -71,8 +71,7 @@ def test_verified(decode: Decode, capsys: Capture, backend: str, draft: str, row
     assert all(event in out for event in events)
 
 
-@pytest.mark.parametrize("graphs", ["off", "whole", "draft"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "graphs"), zip(BACKENDS, ("off", "whole", "draft", "whole"), strict=True))
 def test_verified_in_a_unified_cache(decode: Decode, capsys: Capture, backend: str, graphs: str) -> None:
     """The same tokens with the draft's layers behind the target's; what is broken there is refused there."""
     arguments = ("hello", "--backend", backend, "--graphs", graphs, "--draft", "early-exit:1", "--unified", "a test")
