@@ -226,7 +226,7 @@ class Orchestrator:
             name, domains = (item, tuple(Domain)) if isinstance(item, str) else (item[0], (item[1],))
             self.backend.resource(name)
             for domain in domains:
-                masks[domain] |= self.ledger.mask([name])
+                masks[self.bindings[domain].domain] |= self.ledger.mask([name])  # a unified draft is the target's
         return masks[0], masks[1]
 
     # The events.

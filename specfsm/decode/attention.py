@@ -216,7 +216,7 @@ def paged_attention(
     """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] → ([1, T, H, D], no weights)."""
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     layer: Any = module.layer_idx
-    return forward_pass.attend(layer, queries, keys, values, scaling)[None], None
+    return forward_pass.attend(forward_pass.first_layer + layer, queries, keys, values, scaling)[None], None
 
 
 def no_mask(*_: Any, **__: Any) -> None:

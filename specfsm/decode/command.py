@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="off",
         help="capture and replay: target, acceptance and draft in one graph, or the draft phase alone (%(default)s)",
     )
+    run.add_argument(
+        "--unified",
+        metavar="REASON",
+        help="keep the draft's KV in the target's cache, in layers behind the target's, and say why",
+    )
     run.add_argument("--overlap", action="store_true", help="prepare step n + 1 while step n runs")
     run.add_argument(
         "--kernels",
@@ -310,6 +315,7 @@ class Session:
             device=arguments.device,
             graphs=arguments.graphs,
             overlap=arguments.overlap,
+            unified=arguments.unified,
             kernels=arguments.kernels,
         )
         try:

@@ -75,7 +75,8 @@ def schedule(lens: torch.Tensor, page: int) -> torch.Tensor:
         lens: int [rows], how many keys each row has.
     """
     tiles, _ = plan_splits(lens, page)
-    closing = torch.tensor([[lens.shape[0], WORKERS]], dtype=tiles.dtype, device=tiles.device)
+    closing = tiles.new_full((1, 2), WORKERS)  # not a tensor of host values: a captured pass cannot wait for their copy
+    closing[:, 0].fill_(lens.shape[0])
     return torch.cat((tiles[:, 1:4:2], closing))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from attrs import frozen
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -100,7 +101,7 @@ class RecordedEngine:
         _require_fresh(self.calls)
         recorder = _Recorder()
         try:
-            with recorder:
+            with _HostAccess(), recorder:
                 yield
         finally:
             recorder.put_back()
@@ -124,8 +125,36 @@ def _require_captured(captured: Any) -> None:
         raise CaptureError("nothing was captured: run the phases once inside engine.capture()")
 
 
-SYNCHRONISING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+SYNCHRONISING = {
+    "aten::_local_scalar_dense",
+    "aten::_unique2",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+}
+HOST_ACCESS = {
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.as_tensor,
+    torch.from_numpy,
+    torch.tensor,
+}
+"""What takes values from the device to the host or back without an operation that a recorder on a CPU would see."""
 INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index"}
+
+
+class _HostAccess(TorchFunctionMode):
+    """Refuses what waits for a device, though not for a CPU that stands in for one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_ACCESS:
+            raise _waits(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -195,10 +224,15 @@ def _require_capturable(func: Any, args: Any, kwargs: Any) -> None:
     masks = name in INDEXING and any(
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
-    if name in SYNCHRONISING or masks:
-        raise CaptureError(
-            f"{name} makes the host wait for a value of the device, which a captured phase cannot do: "
-            "keep the value on the device, or compute it before the capture"
-        )
+    sized_by_contents = name == "aten::repeat_interleave" and _argument(func, args, kwargs, "output_size") is None
+    if name in SYNCHRONISING or masks or sized_by_contents:
+        raise _waits(name)
     if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, args, kwargs, "dropout_p") != 0:
         raise CaptureError(f"{name} draws random numbers, which a replay would repeat: pass them in as a tensor")
+
+
+def _waits(name: str) -> CaptureError:
+    return CaptureError(
+        f"{name} makes host and device wait for each other, which a captured phase cannot do: "
+        "keep the value on the device, or compute it before the capture"
+    )

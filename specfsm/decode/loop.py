@@ -47,6 +47,8 @@ class Settings:
         graph_sizes: batch sizes that are captured; a batch is padded to the next one, and a larger one runs eagerly.
         kernels: "torch", or "flash_mla" for the real kernel of that backend (a Hopper GPU, bfloat16).
         overlap: the host prepares step n + 1 while the device runs step n.
+        unified: the reason why the draft keeps its KV in the target's cache, in layers behind the target's; by default
+            it has a cache of its own. Then the pages are the target's, whatever is said of the draft's.
     """
 
     backend: str = "trtllm"
@@ -65,6 +67,7 @@ class Settings:
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     kernels: str = field(default="torch", validator=in_(("torch", "flash_mla")))
     overlap: bool = False
+    unified: str | None = None
 
     @property
     def window(self) -> int:
@@ -179,9 +182,10 @@ class DecodeLoop:
         self.flavour = FLAVOURS[settings.backend]
         self.lifetime, self.content = Lifetime(), DraftContent()
         self.forward_pass = _forward_pass(settings, self.flavour)
+        self.unified = UnifiedCache(settings.unified) if draft is not None and settings.unified is not None else None
         self.cache = self._cache(Domain.TARGET, target, settings.tokens_per_block, settings.blocks)
         self.draft_cache: PagedKVCache | None = None
-        if draft is not None:
+        if draft is not None and self.unified is None:
             sizes = (settings.draft_tokens_per_block, settings.draft_blocks)
             self.draft_cache = self._cache(Domain.DRAFT, draft, *sizes)
         self.metadata = self.flavour.metadata()
@@ -198,11 +202,17 @@ class DecodeLoop:
         self._unreported: list[Emission] = []
 
     def _cache(self, domain: Domain, model: Draft, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
-        settings, flavour, config, layers = self.settings, self.flavour, model.config, model.layers
+        settings, flavour, layers = self.settings, self.flavour, model.layers
         page = tokens_per_block or flavour.tokens_per_block
         width = -(-self.limit // page)
-        width_of_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads, dim = flavour.page(config.num_key_value_heads, width_of_head)
+        heads, dim = _page(flavour, model)
+        if self.unified is not None and self.draft is not None:
+            layers += self.draft.layers
+            if _page(flavour, self.draft) != (heads, dim):
+                raise ValueError(
+                    f"a unified cache has pages of one kind, but the target's tokens take {heads} x {dim} elements and "
+                    f"the draft's {' x '.join(map(str, _page(flavour, self.draft)))}: give the draft its own cache"
+                )
         geometry = Geometry(
             tokens_per_block=page,
             blocks_in_primary_pool=(blocks or width * settings.max_requests) + self._dummy_blocks(page),
@@ -255,7 +265,7 @@ class DecodeLoop:
             max_draft_len=settings.draft_len,
         )
         backend.allocate(self.metadata, self.cache, self.draft_cache, sizes, settings.device)
-        draft = self.draft_cache or UnifiedCache("the target decodes alone: there is no draft")
+        draft = self.draft_cache or self.unified or UnifiedCache("the target decodes alone: there is no draft")
         contracts = (*self._contracts(), *arguments.pop("contracts", ()))
         return Orchestrator(
             self.metadata, backend=backend, target=self.cache, draft=draft, contracts=contracts, **arguments
@@ -263,9 +273,9 @@ class DecodeLoop:
 
     def _contracts(self) -> tuple[Contract, ...]:
         """The rules that every event of this loop is held to, before those that it was given."""
-        if self.draft_cache is None:
+        if self.draft is None:
             return (self.lifetime, Window(self.cache.capacity, None, draft_len=0))
-        window = Window(self.cache.capacity, self.draft_cache.capacity, draft_len=self.settings.draft_len)
+        window = Window(self.cache.capacity, self.caches[-1].capacity, draft_len=self.settings.draft_len)
         return (self.lifetime, window, self.content)
 
     @property
@@ -335,7 +345,7 @@ class DecodeLoop:
                     cache.offload(request, index)
             else:
                 cache.discard(request)
-        if self.draft_cache is not None:
+        if self.draft is not None:
             self.content.offload(request, 0, saved=draft)
         self.running.remove(parked)
         self.parked.append(parked)
@@ -352,7 +362,7 @@ class DecodeLoop:
             raise PoolExhausted(f"request {request} does not fit beside the running ones")
         for cache in self.caches:
             cache.load_back(request)
-        if self.draft_cache is not None:
+        if self.draft is not None:
             self.content.load_back(request)
         self.parked.remove(parked)
         self.running.append(parked)
@@ -529,7 +539,7 @@ class DecodeLoop:
         inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         self.fsm.target_prepare(batch)
-        states = self.target(self._tensor(inputs.values()), None, self.forward(batch))
+        states = self.target(self._tensor(inputs.values()), None, self.forward(batch, Domain.TARGET))
         self.forwards += 1
         emissions = []
         for request, own in zip(rows, torch.split(states, list(batch.tokens)), strict=True):
@@ -598,7 +608,7 @@ class DecodeLoop:
         drawn: list[dict[int, torch.Tensor]] = []
         with self.fsm.draft_forward(batch):
             for step in range(steps):
-                states = self.draft(tokens, states, self.forward(batch))[_last(batch, tokens.device)]
+                states = self.draft(tokens, states, self.forward(batch, Domain.DRAFT))[_last(batch, tokens.device)]
                 tokens, probs = self.sampler.choose(self.draft.logits(states), noise[:, step])
                 if probs is not None:
                     drawn.append(dict(zip(batch.request_ids, probs, strict=True)))
@@ -619,13 +629,21 @@ class DecodeLoop:
         assert now is not None
         return now, [batch.request_ids.index(request) for request in now.request_ids]
 
-    def forward(self, batch: Batch, limit: int | None = None) -> Pass:
-        """What one forward over `batch` reads, from the metadata as it is now."""
-        return self.forward_pass(self.metadata, batch, self.fsm.publish, limit)
+    def forward(self, batch: Batch, domain: Domain, limit: int | None = None) -> Pass:
+        """What one forward over `batch` reads, from the metadata as it is now: the target's, or the draft's."""
+        first = self.target.layers if self.unified is not None and domain is Domain.DRAFT else 0
+        return self.forward_pass(self.metadata, batch, self.fsm.publish, limit, first_layer=first)
 
     def _tensor(self, tokens: Iterable[list[int]]) -> torch.Tensor:
         packed = [token for each in tokens for token in each]
         return torch.tensor(packed, dtype=torch.long, device=self.settings.device)
+
+
+def _page(flavour: Flavour, model: Draft) -> tuple[int, int]:
+    """(heads, width) of one of the model's tokens in a page."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return flavour.page(config.num_key_value_heads, width)
 
 
 def _forward_pass(settings: Settings, flavour: Flavour) -> type[Pass]:

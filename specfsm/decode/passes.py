@@ -36,6 +36,7 @@ class Pass:
         batch: its sizes; what a token reads comes from the metadata alone.
         publish: reports a lazily made plan to the machine.
         limit: longest KV length to provide for; by default the batch's. A captured pass states what it is captured for.
+        first_layer: where in the cache the model's first layer lies: a draft in the target's cache comes after it.
 
     Attributes:
         rows: [T], the request of each token.
@@ -44,10 +45,13 @@ class Pass:
         queries: [n, Q], the token at each query place; -1 where there is none.
     """
 
-    def __init__(self, metadata: Any, batch: Batch, publish: Publish, limit: int | None = None) -> None:
+    def __init__(
+        self, metadata: Any, batch: Batch, publish: Publish, limit: int | None = None, *, first_layer: int = 0
+    ) -> None:
         self.metadata = metadata
         self.batch = batch
         self.publish = publish
+        self.first_layer = first_layer
         self.page = int(metadata.tokens_per_block)
         self.blocks = -(-(limit or max(batch.kv_lens)) // self.page)
         self.lens: torch.Tensor = metadata.kv_lens_cuda_runtime.long()

@@ -147,13 +147,13 @@ class Step:
         if draft is not None and last is not None and last.num_contexts:
             self._settle(target, draft)  # a window of one draft step leaves the draft's values at a batch with prompts
         fsm.target_prepare(target)
-        if not self.graph.reads[Domain.TARGET] and draft is not None:
+        if self.loop.settings.graphs == "draft" and draft is not None:
             self._verify(target)
         with fsm.draft_replay(self.graph, draft or target):
             self.engine.replay()
 
-    def _pass(self, batch: Batch) -> Pass:
-        return self.loop.forward(batch, self.loop.limit if self.captured else None)
+    def _pass(self, batch: Batch, domain: Domain) -> Pass:
+        return self.loop.forward(batch, domain, self.loop.limit if self.captured else None)
 
     def _verify(self, batch: Batch) -> None:
         """The target over all known and drafted tokens; the longest agreeing prefix is accepted."""
@@ -161,7 +161,7 @@ class Step:
         fsm.announce(batch, Domain.TARGET)
         self._correct(Domain.TARGET, self.length - 1 + self.tokens)
         fsm.target_prepare(batch)
-        self.states.copy_(target(self.known.flatten(), None, self._pass(batch)))
+        self.states.copy_(target(self.known.flatten(), None, self._pass(batch, Domain.TARGET)))
         logits = target.logits(self.states).view(self.size, self.tokens, -1)
         accepted, own = self.loop.sampler.accept(
             self.known[:, 1:], self.probs, logits, self.noise[:, self.tokens - 1 :]
@@ -181,14 +181,16 @@ class Step:
         fsm.announce(batch, Domain.DRAFT)
         self._correct(Domain.DRAFT, rows + self.tokens, self.tokens)
         with fsm.draft_forward(batch):
-            states = draft(self.choices.flatten(), self.states, self._pass(batch))[self.first + self.accepted]
+            states = draft(self.choices.flatten(), self.states, self._pass(batch, Domain.DRAFT))[
+                self.first + self.accepted
+            ]
             tokens = self._choose(draft.logits(states), 1)
             for step in range(2, self.tokens):
                 batch = evolve(batch, kv_lens=[length + 1 for length in batch.kv_lens], tokens=[1] * len(batch))
                 fsm.announce(batch)
                 self._correct(Domain.DRAFT, rows + self.accepted + step, 1)
                 fsm.draft_step(batch)
-                states = draft(tokens, states, self._pass(batch))
+                states = draft(tokens, states, self._pass(batch, Domain.DRAFT))
                 tokens = self._choose(draft.logits(states), step)
 
     def _choose(self, logits: torch.Tensor, step: int) -> torch.Tensor:

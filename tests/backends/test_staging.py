@@ -157,6 +157,52 @@ def test_flight_lands_whole_and_departs_again_only_then() -> None:
     assert len(clock.events) == 2
 
 
+def test_event_of_an_earlier_copy_says_nothing_of_a_later_one() -> None:
+    """A ring that wraps: its buffer was carried by one flight, then by another. Only the latest one lands it, and the
+    first, which carries another buffer by now, neither frees nor holds it."""
+    clock = Clock()
+    flights, device = Flights(clock.event), torch.zeros(3, dtype=torch.int32)
+    ring, other = StagingRing("rows", (3,), torch.int32, CPU), buffer()
+    staged = ring.take()
+    staged.fill().fill_(1)
+    first = flights.take()
+    send(device, first, staged)
+    clock.now += 1
+    assert staged.poll()
+    other.fill()
+    send(device, first, other)  # the same event, armed anew
+    ring.take()
+    assert ring.take() is staged, "two deep"
+    assert ring.waits == 0
+    staged.fill().fill_(2)
+    second = flights.take()
+    assert second is not first
+    clock.now += 1
+    send(device, second, staged)
+    assert (other.poll(), staged.poll()) == (True, False)
+    with pytest.raises(PendingTransfer):
+        staged.fill()
+    clock.now += 1
+    assert staged.fill() is staged.tensor
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_waiting_lands_exactly_what_was_waited_for(landed: bool) -> None:
+    """The wrapped ring waits for the flight of its own buffer; a flight that left later stays in the air."""
+    clock = Clock()
+    flights, device = Flights(clock.event), torch.zeros(3, dtype=torch.int32)
+    ring = StagingRing("rows", (3,), torch.int32, CPU)
+    pair = [ring.take(), ring.take()]
+    for staged in pair:
+        staged.fill()
+        send(device, flights.take(), staged)
+        clock.now += landed
+    assert ring.take() is pair[0]
+    states = [Transfer.FREE, Transfer.IN_FLIGHT]
+    assert [each.machine.state for each in pair] == states
+    assert (ring.waits, [event.waited for event in clock.events]) == ((0, [0, 0]) if landed else (1, [1, 0]))
+
+
 def test_copies_within_the_host_land_at_once() -> None:
     ring = StagingRing("rows", (3,), torch.int32, CPU)
     staged = ring.take()
@@ -180,6 +226,25 @@ def test_orchestrator_waits_instead_of_overwriting() -> None:
     assert {at.fsm.ledger.names[place]: ring.waits for place, ring in rings.items()} == {"base": 1, "rows": 0}
     at.prepare()
     assert torch.equal(at.metadata.rows, at.metadata.host_rows)
+
+
+def test_nobody_may_rewrite_what_the_orchestrator_has_in_the_air() -> None:
+    """Every buffer of the last refresh, until the clock has moved on; then each may be filled."""
+    clock = Clock()
+    at = world(event=clock.event)
+    at.round_trip()
+    rings = [ring for binding in at.fsm.bindings for ring in binding.rings.values()]
+    flying = [each for ring in rings for each in ring.buffers if not each.poll()]
+    assert len(flying) >= len(rings) > 2
+    for staged in flying:
+        sent = staged.tensor.clone()
+        with pytest.raises(PendingTransfer, match=f"the staging buffer of {staged.resource} still feeds a copy"):
+            staged.fill()
+        assert torch.equal(staged.tensor, sent)
+    clock.now += 1
+    for staged in flying:
+        assert staged.fill() is staged.tensor
+        staged.abandon()
 
 
 def test_failing_fill_leaves_the_buffer_free() -> None:

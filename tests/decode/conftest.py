@@ -198,6 +198,7 @@ class Churn:
         outputs: tokens of each, in order.
         moved: how often a page came back to another slot.
         mixed: steps that ran contexts beside generations.
+        ahead: steps that were still in flight when the call that began them returned.
         crash: what ended it early, with the checks off.
     """
 
@@ -207,6 +208,7 @@ class Churn:
     moved: int = 0
     mixed: int = 0
     held_back: int = 0
+    ahead: int = 0
     crash: str = ""
     emissions: list[Emission] = field(factory=list)
 
@@ -237,6 +239,7 @@ def churn(loop: DecodeLoop, arrivals: Sequence[Arrival] = ARRIVALS, *, unchecked
             result.crash = repr(error)
             return result
         step += 1
+        result.ahead += loop.pending is not None
         admitted = waiting - len(loop.waiting)
         result.mixed += 0 < admitted < before + admitted
         result.held_back += bool(loop.waiting) and before + admitted < loop.settings.max_requests

@@ -71,6 +71,18 @@ def test_verified(decode: Decode, capsys: Capture, backend: str, draft: str, row
     assert all(event in out for event in events)
 
 
+@pytest.mark.parametrize(("backend", "graphs"), zip(BACKENDS, ("off", "whole", "draft", "whole"), strict=True))
+def test_verified_in_a_unified_cache(decode: Decode, capsys: Capture, backend: str, graphs: str) -> None:
+    """The same tokens with the draft's layers behind the target's; what is broken there is refused there."""
+    arguments = ("hello", "--backend", backend, "--graphs", graphs, "--draft", "early-exit:1", "--unified", "a test")
+    assert decode(*arguments, "--verify", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["verified"] is True
+    assert (facts["replays"] > 0) == (graphs != "off")
+    assert decode(*arguments, "--break", "kv_lens_cuda") == 3
+    assert f"{backend}.kv_lens_cuda [target] was never refreshed" in capsys.readouterr().err
+
+
 def test_accepted_tokens_are_green(decode: Decode, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal: with the target as its own draft most of the text is."""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -238,6 +250,7 @@ def test_unchecked_crash_is_reported(decode: Decode, capsys: Capture, broken: st
         (["x", "--break", "nonesuch"], "trtllm has no resource 'nonesuch'; it has kv_cache_manager, "),
         (["x", "--break", "both:kv_lens_cuda"], "--break takes RESOURCE, draft:RESOURCE or target:RESOURCE, not 'both"),
         (["x", "--unchecked"], "--unchecked goes with --break: there is nothing to leave unchecked"),
+        (["x", "--unified", " "], "UnifiedCache needs the reason why the draft shares the target's cache"),
         (["x", "--draft-len", "0"], "--draft-len must be at least 1, not 0"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
         (["x" * 3000], "tokens and 12 new ones are more than the model's 2048"),

@@ -9,7 +9,7 @@ from torch.nn import functional
 from specfsm.decode.dsa import index_keys, index_queries, quantise, schedule
 from specfsm.decode.loop import DecodeLoop
 from specfsm.decode.splits import WORKERS
-from specfsm.domain import Batch, RowOrder
+from specfsm.domain import Batch, Domain, RowOrder
 from tests.decode.conftest import draft, exchange, places, prompt, reference, settings, target
 from tests.decode.test_attention import SCALE, SHAPES, World, world
 
@@ -141,7 +141,7 @@ def test_cached_context_is_refused() -> None:
     made.step((1, 5))
     made.cache.reserve(1, 8)
     made.loop.fsm.target_prepare(Batch([1], [8], [3], num_contexts=1))
-    forward_pass = made.loop.forward(Batch([1], [8], [3], num_contexts=1))
+    forward_pass = made.loop.forward(Batch([1], [8], [3], num_contexts=1), Domain.TARGET)
     new = torch.zeros(3, 2, 16)
     with pytest.raises(ValueError, match="a context of which a part is cached is not supported"):
         forward_pass.attend(0, torch.zeros(3, 4, 16), new, new, SCALE)

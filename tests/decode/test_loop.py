@@ -74,20 +74,35 @@ MODES = {
     "whole": {"graphs": "whole"},
     "draft": {"graphs": "draft"},
     "whole, overlap": {"graphs": "whole", "overlap": True},
+    "draft, overlap": {"graphs": "draft", "overlap": True},
     "padded": {"graphs": "whole", "graph_sizes": (3,)},
 }
 
 
-@pytest.mark.parametrize("kind", ["early-exit", "head"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("draft_len", [1, 2, 3])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlap"])
+@pytest.mark.parametrize("graphs", ["off", "whole", "draft"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs_and_overlap_are_lossless(backend: str, mode: str, kind: str) -> None:
-    """The same batch, its steps recorded and replayed, padded, or prepared while another one runs."""
-    order = ORDERS[len(mode) % 2]
-    loop = DecodeLoop(target(), draft(kind), settings(backend, order, **MODES[mode]))
+def test_graphs_and_overlap_change_no_token(backend: str, graphs: str, overlap: bool, draft_len: int) -> None:
+    """The same batch; its steps run eagerly, or are recorded and replayed, and are prepared while another one runs."""
+    order, kind = ORDERS[draft_len % 2], "head" if draft_len == 2 else "early-exit"
+    options = {"graphs": graphs, "overlap": overlap, "draft_len": draft_len}
+    loop = DecodeLoop(target(), draft(kind), settings(backend, order, **options))
     result = churn(loop)
     lossless(result)
-    assert (loop.replays > 0) == ("graphs" in MODES[mode])
+    recorded = [step.graph for step in loop.steps.values() if step.graph is not None]
+    assert (loop.replays > 0, len(recorded) > 0) == (graphs != "off", graphs != "off")
+    assert {bool(graph.reads[Domain.TARGET]) for graph in recorded} <= {graphs == "whole"}
+    assert (result.ahead > 0) == overlap
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_rows_change_no_token(backend: str) -> None:
+    """One graph for every batch: dummies fill its rows."""
+    loop = DecodeLoop(target(), draft("early-exit"), settings(backend, **MODES["padded"]))
+    lossless(churn(loop))
+    assert loop.replays > 0
+    assert list(loop.steps) == [3]
 
 
 @pytest.mark.parametrize("order", ORDERS)
