@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from specfsm.errors import UnknownMetadata
 from specfsm.kernels.refresh import RefreshLaunch
 from specfsm.states.resource import Ledger, bits
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "no_collection"]
 
 
 class Binding:
@@ -398,13 +400,26 @@ class Recorder:
             RuntimeError: it holds an operation that cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # torch has no types here
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
+        with no_collection(), torch.cuda.device(self.device), torch.cuda.stream(stream):
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 issue()
             finally:
                 graph.capture_end()
         return graph.replay
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage while a CUDA graph is captured: freeing another graph, or pinned memory, would spoil it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int], domain: Domain) -> list[str]:

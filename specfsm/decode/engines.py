@@ -6,7 +6,6 @@ replay after an attribute was rebound reads the old buffer, and one after an in-
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -16,6 +15,8 @@ from attrs import frozen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from specfsm.backends.binding import no_collection
 
 __all__ = ["CaptureError", "CudaEngine", "GraphEngine", "RecordedEngine", "engine_for"]
 
@@ -49,26 +50,13 @@ class CudaEngine:
     def capture(self) -> Iterator[None]:
         _require_fresh(self.graph)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph):
+        with no_collection(), torch.cuda.graph(graph):
             yield
         self.graph = graph
 
     def replay(self) -> None:
         _require_captured(self.graph)
         self.graph.replay()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now, not while a graph is captured: freeing another graph, or pinned memory, would spoil it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @frozen(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from specfsm.backends.backend import Backend
+from specfsm.backends.binding import no_collection
 from specfsm.backends.resource import Alias, DomainView, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
@@ -282,3 +284,22 @@ def test_failing_replay_keeps_nothing_in_flight_and_is_tried_again() -> None:
         assert ring.buffers[ring.turn - 1].machine.state is Transfer.FREE
     step(at, 12)
     assert torch.equal(at.metadata.rows, at.metadata.host_rows)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_a_capture(enabled: bool) -> None:
+    """Whoever had switched the collector off finds it off, after an exception too."""
+
+    def capture() -> None:
+        with no_collection():
+            assert not gc.isenabled()
+            raise Injected
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(Injected):
+            capture()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
