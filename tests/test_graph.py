@@ -127,6 +127,16 @@ def test_replay_while_recording_is_refused() -> None:
         replay()
 
 
+def test_replay_of_no_graph_is_refused() -> None:
+    """Without one there is no contract to hold, so nothing may pass for it."""
+    at = ready(CAPTURED[0])
+    was = snapshot(at.fsm)
+    nothing: Any = None
+    with pytest.raises(TypeError, match="needs a graph that `record` made, not None"):
+        at.fsm.draft_replay(nothing)
+    assert was.differences(snapshot(at.fsm)) == []
+
+
 def test_shared_buffer_cannot_be_recorded() -> None:
     """Its saving and copying back would be host work inside the graph."""
     at = ready("toy")

@@ -181,9 +181,8 @@ class Step:
         fsm.announce(batch, Domain.DRAFT)
         self._correct(Domain.DRAFT, rows + self.tokens, self.tokens)
         with fsm.draft_forward(batch):
-            states = draft(self.choices.flatten(), self.states, self._pass(batch, Domain.DRAFT))[
-                self.first + self.accepted
-            ]
+            states = draft(self.choices.flatten(), self.states, self._pass(batch, Domain.DRAFT))
+            states = states[self.first + self.accepted]
             tokens = self._choose(draft.logits(states), 1)
             for step in range(2, self.tokens):
                 batch = evolve(batch, kv_lens=[length + 1 for length in batch.kv_lens], tokens=[1] * len(batch))
