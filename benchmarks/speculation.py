@@ -118,6 +118,10 @@ class Bench:
             "phases_ms": {row.event: row.total_ns / 1e6 for row in loop.fsm.trace.summary()},
         }
 
+    def plain(self) -> Any:
+        """The target in float32 with the attention of transformers: the judge of close choices."""
+        return load_target(self.options.target, dtype=torch.float32, device=self.options.device)[0]
+
     def difference(self, prompts: list[tuple[str, list[int]]], ours: list[list[int]], theirs: list[list[int]]) -> str:
         """How many prompts were answered in other words, and the first one's place and logit gap; empty if none."""
         if ours == theirs:

@@ -57,12 +57,14 @@ class Run:
         memory: bytes of the device that the loop took when it was built.
         seconds: of each step; the first is the prefill, and the next few warm up and capture.
         emitted: tokens of each step.
+        rows: requests that each step wrote for.
     """
 
     loop: DecodeLoop
     memory: int
     seconds: list[float] = field(factory=list)
     emitted: list[int] = field(factory=list)
+    rows: list[int] = field(factory=list)
     outputs: dict[int, list[int]] = field(factory=dict)
 
     @property
@@ -76,6 +78,7 @@ class Run:
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - started)
         self.emitted.append(sum(len(each.tokens) for each in emissions))
+        self.rows.append(len(emissions))
         for each in emissions:
             self.outputs.setdefault(each.request, []).extend(each.tokens)
 
@@ -143,7 +146,7 @@ def row(name: str, run: Run, requests: int) -> dict[str, Any]:
         "prefill s": round(run.seconds[0], 3),
         "tokens/s": round(emitted / sum(steps), 1),
         "ms a step": round(statistics.median(steps) * 1e3, 3),
-        "tokens a forward": round(emitted / requests / len(steps), 3),
+        "tokens a forward": round(emitted / sum(run.rows[WARM:]), 3),
         "replayed": f"{loop.replays} of {loop.forwards}",
         "pools GiB": round(sum(cache.pool.nbytes for cache in loop.caches) / gib, 3),
         "page KiB": " + ".join(str(round(page_bytes(cache) / 1024, 1)) for cache in loop.caches),
