@@ -222,6 +222,11 @@ def _ints(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _differ(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    """Identity first: what an engine keeps from step to step need not be compared entry by entry."""
+    return now is not before and now != before
+
+
 @frozen
 class Batch:
     """The requests of one phase, contexts (prefill) first, then generations.
@@ -231,12 +236,16 @@ class Batch:
         kv_lens: tokens of each request in the domain's cache once this phase has written its own.
         tokens: tokens of each request in this phase; ``kv_lens - tokens`` were there before.
         num_contexts: rows that prefill; the rest generate.
+
+    Attributes:
+        packed: what was made of it before, by whoever packs it for a device: the same batch often serves both domains.
     """
 
     request_ids: tuple[int, ...] = field(converter=_ints)
     kv_lens: tuple[int, ...] = field(converter=_ints)
     tokens: tuple[int, ...] = field(converter=_ints)
     num_contexts: int = field(default=0, validator=ge(0))
+    packed: dict[Any, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         sizes = {"request_ids": len(self.request_ids), "kv_lens": len(self.kv_lens), "tokens": len(self.tokens)}
@@ -264,11 +273,11 @@ class Batch:
         if previous is None:
             return ("batch", "lengths", "layout")
         moved = []
-        if self.request_ids != previous.request_ids or self.num_contexts != previous.num_contexts:
+        if _differ(self.request_ids, previous.request_ids) or self.num_contexts != previous.num_contexts:
             moved.append("batch")
-        if self.kv_lens != previous.kv_lens:
+        if _differ(self.kv_lens, previous.kv_lens):
             moved.append("lengths")
-        if self.tokens != previous.tokens:
+        if _differ(self.tokens, previous.tokens):
             moved.append("layout")
         return tuple(moved)
 

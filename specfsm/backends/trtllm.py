@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from specfsm.backends.backend import Backend
 from specfsm.backends.resource import Alias, DomainView, Pointer, Resource, Staged, Table
-from specfsm.domain import AddressSpace, Unit
+from specfsm.domain import AddressSpace, Batch, RowOrder, Unit
 from specfsm.kernels.recipes import GatherTable
 
 __all__ = ["LENGTHS", "SOURCES", "SWITCHED", "Trtllm"]
@@ -20,31 +21,45 @@ __all__ = ["LENGTHS", "SOURCES", "SWITCHED", "Trtllm"]
 
 def fill_base(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """The manager's own table, after it was put in batch order if its rows follow the batch."""
-    view.rows()
+    if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
+        view.manager.arrange(view.batch.request_ids)
     return host.copy_(view.manager.host_block_offsets)
 
 
 def fill_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """Row of the batch → row of the manager's table; -1 in padded rows."""
-    return _pad(host, view.rows(), -1)
+    if view.geometry.row_order is RowOrder.BATCH:
+        return host.copy_(first_rows(_num_seqs(view), host.shape[0]))
+    return host.copy_(pad(view.rows(), host.shape[0], -1))
 
 
 def fill_kv_lens(view: DomainView, host: torch.Tensor) -> torch.Tensor:
-    return _pad(host, view.batch.kv_lens if view.batch else (), 0)
+    return host.copy_(column(view.batch, "kv_lens", host.shape[0])) if view.batch else host.zero_()
 
 
 def fill_seq_lens(view: DomainView, host: torch.Tensor) -> torch.Tensor:
-    return _pad(host, view.batch.tokens if view.batch else (), 0)
+    return host.copy_(column(view.batch, "tokens", host.shape[0])) if view.batch else host.zero_()
 
 
-def _pad(host: torch.Tensor, live: Sequence[int], sentinel: int) -> torch.Tensor:
-    """`live`, then the sentinel. Through an array: a tensor made of Python ints takes four times as long."""
-    rows = host[: len(live)] if len(live) < len(host) else host
-    if len(live):
-        rows.copy_(torch.frombuffer(array("i", live), dtype=torch.int32))
-    if rows is not host:
-        host[len(live) :] = sentinel
-    return host
+def column(batch: Batch, name: str, size: int) -> torch.Tensor:
+    """A field of the batch with 0 in padded rows, int32 [size]. Made once: it mostly serves target and draft."""
+    made: torch.Tensor | None = batch.packed.get((name, size))
+    if made is None:
+        made = batch.packed[name, size] = pad(getattr(batch, name), size, 0)
+    return made
+
+
+@lru_cache(maxsize=256)
+def first_rows(live: int, size: int) -> torch.Tensor:
+    """0, 1, 2, … for the live rows, then -1."""
+    return pad(range(live), size, -1)
+
+
+def pad(live: Sequence[int], size: int, sentinel: int) -> torch.Tensor:
+    """`live`, then the sentinel, int32 [size]. Through an array: a tensor of Python ints takes four times as long."""
+    rows = array("i", live)
+    rows.extend([sentinel] * (size - len(rows)))
+    return torch.frombuffer(rows, dtype=torch.int32) if size else torch.empty(0, dtype=torch.int32)
 
 
 def _num_seqs(view: DomainView) -> int:
