@@ -90,7 +90,7 @@ class Ledger:
         versions: for each domain, the version of each input and resource.
         stamps: for each domain and resource, the versions that its last refresh consumed; None before the first.
 
-    A domain's lists are never changed but replaced, so that to save them is to keep them, and a stamp is a list that was.
+    A domain's lists are never changed but replaced: to save them is to keep them, and a stamp is a list that was.
     """
 
     def __init__(
