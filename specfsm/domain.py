@@ -22,6 +22,7 @@ __all__ = [
     "KVManager",
     "RowOrder",
     "SlidingKVManager",
+    "TrackingKVManager",
     "UnifiedCache",
     "Unit",
 ]
@@ -167,6 +168,19 @@ class KVManager(Protocol):
 
         A batch-ordered manager rewrites its table to this order and answers 0, 1, 2, …; a slot-ordered one only
         looks its rows up.
+        """
+        ...
+
+
+@runtime_checkable
+class TrackingKVManager(KVManager, Protocol):
+    """What a manager may say beside that, so that only the rows that changed are staged."""
+
+    def changed_rows(self, since: int | None) -> tuple[int, Any]:
+        """(version of the table now, rows of `host_block_offsets` that were written since it had the version `since`).
+
+        The rows are an int64 tensor on the host, in any order; None where they are not known, and always for None.
+        Every write counts, those of `arrange` too. It is asked after `arrange`.
         """
         ...
 

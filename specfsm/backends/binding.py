@@ -310,6 +310,11 @@ class Binding:
                 self.hosts[place] = buffer.tensor
             flight.depart()
 
+    def forget(self) -> None:
+        """Something moved that nobody can see: no staging buffer is patched before it was filled whole."""
+        for ring in self.rings.values():
+            ring.forget()
+
     def rebind(self, place: int, tensor: torch.Tensor) -> None:
         """Take `tensor` as the domain's buffer from now on."""
         resource = self.backend.resources[place]
@@ -477,7 +482,12 @@ def _fill_staged(binding: Binding, place: int, resource: Staged) -> StagingBuffe
     buffer = binding.rings[place].take(binding.turn)
     host = buffer.fill()
     try:
-        filled = resource.fill(binding.view, host)
+        note, buffer.note = buffer.note, None
+        filled = None
+        if resource.patch is not None:
+            filled = buffer.note = resource.patch(binding.view, host, note)
+        if filled is None:
+            filled = resource.fill(binding.view, host)
     except BaseException:
         buffer.abandon()
         raise

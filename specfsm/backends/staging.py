@@ -120,13 +120,17 @@ class StagingBuffer:
     Args:
         resource: whom it serves, for errors.
         tensor: the host memory, pinned where a device reads it.
+
+    Attributes:
+        note: what a patch noted of the contents; None where nothing is known of them.
     """
 
-    __slots__ = ("flight", "machine", "resource", "tensor")
+    __slots__ = ("flight", "machine", "note", "resource", "tensor")
 
     def __init__(self, resource: str, tensor: torch.Tensor) -> None:
         self.resource = resource
         self.tensor = tensor
+        self.note: Any = None
         self.machine = Compiled(TRANSFER)
         self.flight: Flight | None = None
 
@@ -191,6 +195,11 @@ class StagingRing:
             self.waits += 1
             buffer.flight.wait()
         return buffer
+
+    def forget(self) -> None:
+        """Whatever the buffers hold, write them whole next time."""
+        for buffer in self.buffers:
+            buffer.note = None
 
 
 def events(device: torch.device) -> Callable[[], Event]:

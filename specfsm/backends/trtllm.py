@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -24,6 +25,26 @@ def fill_base(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
         view.manager.arrange(view.batch.request_ids)
     return host.copy_(view.manager.host_block_offsets)
+
+
+PATCHED = 1 << 19
+"""Bytes from which a table is patched: a smaller one is copied whole in the time it takes to pick rows."""
+
+
+def patch_base(view: DomainView, host: torch.Tensor, note: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The rows that changed since this very buffer was written; where the manager does not tell, `fill_base`."""
+    manager: Any = view.manager
+    if host.nbytes < PATCHED or not hasattr(manager, "changed_rows"):
+        return None
+    if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
+        manager.arrange(view.batch.request_ids)
+    generation = manager.generation
+    version, rows = manager.changed_rows(note[1] if note is not None and note[0] == generation else None)
+    if rows is None:
+        host.copy_(manager.host_block_offsets)
+    elif len(rows):
+        host.index_copy_(1, rows, manager.host_block_offsets.index_select(1, rows))
+    return generation, version
 
 
 def fill_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
@@ -103,6 +124,7 @@ SOURCES: tuple[Resource, ...] = (
         space=AddressSpace("kv", Unit.ENTRY),
         sentinel=-1,
         fill=fill_base,
+        patch=patch_base,
         note="device copy of the manager's table, still encoded",
     ),
     Staged(
