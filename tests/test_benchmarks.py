@@ -1,4 +1,4 @@
-"""The benchmark of the switch runs, and its three ways to refill leave the same tables. Never how fast they are."""
+"""The benchmarks of the switch and of the whole loop run; all contenders leave the same. Never how fast they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import handwritten, phase_switch
+from benchmarks import handwritten, phase_switch, whole_loop
 
 CPU = torch.device("cpu")
 CONTENDERS = {"generation 1", "generation 2", "all stale", "typical", "nothing stale", "batch object", "copy"}
@@ -109,3 +109,31 @@ def test_aims_are_judged_by_ratio() -> None:
         "dsa, typical, batch 1024 / 64": "missed",
     }
     assert json.loads(json.dumps(phase_switch.report(rows, CPU)))["rows"][0]["contender"] == "generation 1"
+
+
+# The whole loop.
+
+WORDS = ["--device", "cpu", "--tiny", "--dtype", "float32", "--batches", "2", "--blocks", "1", "--draft-len", "2"]
+
+
+def test_whole_loop_is_timed_with_every_switch(tmp_path: Path) -> None:
+    """`measure` ends the run if the tokens differ. What only a GPU tells is said not to be measured."""
+    assert whole_loop.main([*WORDS, "--json", str(tmp_path / "report.json")]) == 0
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [(row["contender"], row["overlap"]) for row in rows] == [
+        (name, overlap) for overlap in (False, True) for name in whole_loop.CONTENDERS
+    ]
+    assert all(0 < row["switch"] < row["step"] and row["idle"] is None for row in rows)
+
+
+def test_switch_that_refills_nothing_writes_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is added meanwhile: whoever compares the tokens sees that its table was not refilled."""
+    monkeypatch.setattr(whole_loop, "COMPARED", ("machine", "none"))
+    bench = whole_loop.Bench(whole_loop.parse([*WORDS[:-4], "--blocks", "4"]))
+    with pytest.raises(SystemExit, match="do not write the same tokens"):
+        whole_loop.measure(bench, 2, overlap=False)
+
+
+def test_busy_time_is_the_union_of_what_ran() -> None:
+    assert whole_loop.union([]) == 0
+    assert whole_loop.union([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
