@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import handwritten, phase_switch, whole_loop
+from benchmarks import handwritten, host_part, phase_switch, whole_loop
 
 CPU = torch.device("cpu")
 CONTENDERS = {"generation 1", "generation 2", "all stale", "typical", "nothing stale", "batch object", "copy"}
@@ -137,3 +137,20 @@ def test_switch_that_refills_nothing_writes_other_tokens(monkeypatch: pytest.Mon
 def test_busy_time_is_the_union_of_what_ran() -> None:
     assert whole_loop.union([]) == 0
     assert whole_loop.union([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+
+
+# The host's part.
+
+
+def test_host_executes_the_same_whatever_the_batch() -> None:
+    """No Python loop over requests in a switch: the counts are those of a batch sixteen times as large."""
+    small, large = (host_part.measure("dsa", batch, rounds=1) for batch in (4, 64))
+    assert [(row.bytecodes, row.c_calls) for row in small] == [(row.bytecodes, row.c_calls) for row in large]
+
+
+def test_host_executes_little() -> None:
+    """What was measured, and a third more for other versions of Python: a switch that does much more is noticed."""
+    counts = {row.contender: (row.bytecodes, row.c_calls) for row in host_part.measure("dsa", 4, rounds=1)}
+    limits = {"all stale": (7000, 120), "typical": (4900, 75), "nothing stale": (1400, 18)}
+    for contender, limit in limits.items():
+        assert all(0 < count <= most for count, most in zip(counts[contender], limit, strict=True)), counts
