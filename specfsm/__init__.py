@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         KVManager,
         RowOrder,
         SlidingKVManager,
+        TrackingKVManager,
         UnifiedCache,
         Unit,
     )
@@ -79,6 +80,7 @@ _HOMES = {
         "KVManager",
         "RowOrder",
         "SlidingKVManager",
+        "TrackingKVManager",
         "UnifiedCache",
         "Unit",
     ),

@@ -87,7 +87,7 @@ def _line(resource: Resource, ledger: Ledger, binding: Binding, present: bool) -
 def _verdict(
     resource: Resource,
     state: Freshness,
-    stamp: tuple[int, ...] | None,
+    stamp: Sequence[int] | None,
     moved: dict[str, tuple[int, int]],
     present: bool,
 ) -> str:

@@ -216,6 +216,7 @@ class Orchestrator:
 
     def _bind_all(self, binding: Binding) -> None:
         """Everything in this domain is bound, and nothing is known of its contents."""
+        binding.forget()
         for place, resource in enumerate(self.backend.resources):
             if binding.present[place] and not resource.lazy:
                 self.ledger.bind(binding.domain, place)
@@ -394,6 +395,7 @@ class Orchestrator:
     def dirty(self, resource: str, domain: Domain | None = None) -> None:
         """Declare an in-place edit: the resource, and what is derived from it, is stale until refreshed."""
         binding, place = self._place(resource, domain)
+        binding.forget()
         self.ledger.move(binding.domain, resource)
         self._note_versions(binding, 1 << place)
         if binding is self.switch.target:
@@ -404,6 +406,7 @@ class Orchestrator:
         if source not in self.backend.inputs:
             raise KeyError(f"{self.backend.name} has no input {source!r}; it has {', '.join(self.backend.inputs)}")
         for binding in dict.fromkeys(self.bindings if domain is None else (self.bindings[domain],)):
+            binding.forget()
             self.ledger.move(binding.domain, source)
 
     def invalidate(self, resource: str) -> None:
