@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unchecked", action="store_true", help="with --break: verify nothing, go on with the stale resource"
     )
     machine.add_argument(
-        "--check", choices=("stamps", "tensors"), default="stamps", help="what is verified (%(default)s)"
+        "--check", choices=("stamps", "tensors", "contents"), default="stamps", help="what is verified (%(default)s)"
     )
     out = parser.add_argument_group("output")
     out.add_argument(
