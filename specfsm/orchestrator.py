@@ -37,6 +37,7 @@ from specfsm.errors import (
 )
 from specfsm.explain import Explanation, explain
 from specfsm.graph import Graph
+from specfsm.poison import Poison
 from specfsm.states.graph import Graph as GraphState
 from specfsm.states.machine import Arc, Callback, Compiled, build, compile_machine
 from specfsm.states.phase import PHASE, Phase
@@ -146,6 +147,7 @@ class Orchestrator:
         check: "off", "stamps", "tensors" or "contents"; by default ``SPECFSM_CHECK``, else "stamps".
         mode: what a violation does that level "contents" finds: "raise" refuses the transition that observes it, "log"
             warns of it once.
+        poison: whether buffers that go stale are filled with what no kernel can use, see `specfsm.poison`.
         contracts: admission rules, asked in this order before anything changes, for the events of the phase table and
             for "record".
         observer: has ``on_enter_<phase>``, ``on_exit_<phase>``, ``before_<event>``, ``after_<event>`` methods. One that
@@ -173,6 +175,7 @@ class Orchestrator:
         draft: KVManager | UnifiedCache,
         check: str | Check | None = None,
         mode: Mode = "raise",
+        poison: bool = False,
         contracts: Sequence[Contract] = (),
         observer: object = None,
         guard: bool = False,
@@ -216,6 +219,7 @@ class Orchestrator:
         self._attempted = 0
         self.recording: Graph | None = None
         self.validation = Validation(self, mode, event) if self.check >= CONTENTS else None
+        self.poison = Poison(self) if poison else None
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.adopt()
 
@@ -483,7 +487,8 @@ class Orchestrator:
         """Every resource in both domains: state, stamp, verdict. Prints as a table."""
         for binding in dict.fromkeys(self.bindings):
             self._pull(binding)
-        return explain(self.backend, self.ledger, self.bindings, self.state, self.domain, self.unified)
+        unowned = () if self.validation is None else self.validation.unowned
+        return explain(self.backend, self.ledger, self.bindings, self.state, self.domain, self.unified, unowned)
 
     def _place(self, resource: str, domain: Domain | None) -> tuple[Binding, int]:
         declared = self.backend.resource(resource)
@@ -559,6 +564,8 @@ class Orchestrator:
                 _call(row.after)
             if self.validation is not None:
                 self.validation.commit()
+            if self.poison is not None:
+                self.poison.fill(graph)
         except BaseException as error:
             self._undo(row, binding, error)
             raise
