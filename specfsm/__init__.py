@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Domain,
         Geometry,
         KVManager,
+        OwningKVManager,
         RowOrder,
         SlidingKVManager,
         TrackingKVManager,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         Unit,
     )
     from specfsm.errors import (
+        ContentsViolated,
         DraftContentInvalid,
         GraphContractBroken,
         IllegalTransition,
@@ -78,6 +80,7 @@ _HOMES = {
         "Domain",
         "Geometry",
         "KVManager",
+        "OwningKVManager",
         "RowOrder",
         "SlidingKVManager",
         "TrackingKVManager",
@@ -85,6 +88,7 @@ _HOMES = {
         "Unit",
     ),
     "errors": (
+        "ContentsViolated",
         "DraftContentInvalid",
         "GraphContractBroken",
         "IllegalTransition",

@@ -15,11 +15,13 @@ from attrs.validators import ge, gt
 
 __all__ = [
     "INPUTS",
+    "NOBODY",
     "AddressSpace",
     "Batch",
     "Domain",
     "Geometry",
     "KVManager",
+    "OwningKVManager",
     "RowOrder",
     "SlidingKVManager",
     "TrackingKVManager",
@@ -168,6 +170,24 @@ class KVManager(Protocol):
 
         A batch-ordered manager rewrites its table to this order and answers 0, 1, 2, …; a slot-ordered one only
         looks its rows up.
+        """
+        ...
+
+
+NOBODY = -(2**63)
+"""In a table of request ids: no request."""
+
+
+@runtime_checkable
+class OwningKVManager(KVManager, Protocol):
+    """A manager that tells whose each page is, which check level "contents" compares with the tables."""
+
+    def page_owners(self, pool: str) -> Any:
+        """The request that holds each slot of a primary pool: int64 [blocks_in_primary_pool] on the host, `NOBODY`
+        where none does. None: it does not tell for this pool.
+
+        Args:
+            pool: as the backend's address spaces name it.
         """
         ...
 

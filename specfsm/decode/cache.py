@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from attrs import define, field
 
-from specfsm.domain import Geometry, RowOrder
+from specfsm.domain import NOBODY, Geometry, RowOrder
 
 __all__ = ["PagedKVCache", "PoolExhausted", "RowLog"]
 
@@ -69,7 +69,7 @@ class _Owned:
 
 
 class PagedKVCache:
-    """One domain's KV cache and its manager (`specfsm.KVManager`).
+    """One domain's KV cache and its manager (`specfsm.OwningKVManager`).
 
     Args:
         geometry: page size, pool size, table width, layers, planes, heads, dtype, and how entries are encoded.
@@ -151,6 +151,15 @@ class PagedKVCache:
     def capacity(self, request: int) -> int:
         """Tokens that fit the request's pages."""
         return len(self._owned[request].blocks) * self.geometry.tokens_per_block
+
+    def page_owners(self, pool: str) -> torch.Tensor:
+        """The request that holds each slot, see `specfsm.OwningKVManager`: the same in every pool."""
+        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY)
+        for request, owned in self._owned.items():
+            for block in owned.blocks:
+                if block in self._slot_of:
+                    owners[self._slot_of[block]] = request
+        return owners
 
     # Assignment. Whatever changes it moves `blocks_version`.
 
