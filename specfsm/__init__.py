@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specfsm.contracts.consensus import Consensus
     from specfsm.contracts.content import DraftContent
     from specfsm.contracts.lifetime import Lifetime
+    from specfsm.contracts.padding import Padding
     from specfsm.contracts.window import Window
     from specfsm.domain import (
         AddressSpace,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         Domain,
         Geometry,
         KVManager,
+        OwningKVManager,
         RowOrder,
         SlidingKVManager,
         UnifiedCache,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         InvalidTable,
         NestedEvent,
         NestedPhase,
+        PaddingViolated,
         PendingTransfer,
         RankDisagreement,
         RankSilent,
@@ -70,6 +73,7 @@ _HOMES = {
     "contracts.consensus": ("Consensus",),
     "contracts.content": ("DraftContent",),
     "contracts.lifetime": ("Lifetime",),
+    "contracts.padding": ("Padding",),
     "contracts.window": ("Window",),
     "domain": (
         "AddressSpace",
@@ -77,6 +81,7 @@ _HOMES = {
         "Domain",
         "Geometry",
         "KVManager",
+        "OwningKVManager",
         "RowOrder",
         "SlidingKVManager",
         "UnifiedCache",
@@ -90,6 +95,7 @@ _HOMES = {
         "InvalidTable",
         "NestedEvent",
         "NestedPhase",
+        "PaddingViolated",
         "PendingTransfer",
         "RankDisagreement",
         "RankSilent",

@@ -30,7 +30,7 @@ from specfsm.backends.resource import (
     Table,
 )
 from specfsm.backends.trtllm import Trtllm
-from specfsm.domain import INPUTS, AddressSpace, Batch, Domain, Geometry, RowOrder, Unit
+from specfsm.domain import INPUTS, NOBODY, AddressSpace, Batch, Domain, Geometry, RowOrder, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.orchestrator import Orchestrator
 from specfsm.states.phase import PHASE
@@ -71,6 +71,12 @@ class Manager:
         self.arrange(request_ids)
         slots = self.host_block_offsets.div(self.geometry.index_scale, rounding_mode="floor")
         return self.sliding_base.copy_(slots.clamp(min=-1))
+
+    def page_owners(self, pool: str) -> torch.Tensor:
+        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY)
+        for request, slots in self.slots.items():
+            owners[slots] = request
+        return owners
 
     def allocate(self, request: int, blocks: int = 1) -> None:
         """Give a request more blocks, and note it in the table."""

@@ -143,7 +143,7 @@ class Consensus:
             step,
             event,
             "" if graph is None else key_in_words(graph.key),
-            0 if batch is None else len(batch),
+            0 if batch is None else batch.rows,
             self.draft_len,
         )
         self._decide(vote, fsm.state, move.to if move else None)
