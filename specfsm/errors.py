@@ -24,6 +24,7 @@ __all__ = [
     "InvalidTable",
     "NestedEvent",
     "NestedPhase",
+    "PaddingViolated",
     "PendingTransfer",
     "RankDisagreement",
     "RankSilent",
@@ -359,6 +360,55 @@ class WindowOverflow(IllegalTransition):
             "writing on would land in whatever the table holds behind its last page",
             "to mend: allocate its pages for the whole window first, shorten the window, or go without a draft",
         )
+
+
+@define(auto_exc=True, eq=False)
+class PaddingViolated(IllegalTransition):
+    """A row that is nobody's, padded or a dummy's, would read and write pages that are not its own.
+
+    Attributes:
+        domain: the cache in which it would.
+        reached: (row, request, page, owner), one for each page. `request` is None for padded rows, `page` is None where
+            a dummy has none for a token of its own, and `owner` is None where nobody holds the page.
+    """
+
+    domain: Any = field(kw_only=True)
+    reached: tuple[tuple[int, int | None, int | None, int | None], ...] = field(kw_only=True)
+
+    @property
+    def row(self) -> int:
+        """The first such row."""
+        return self.reached[0][0]
+
+    @property
+    def request(self) -> int | None:
+        """The dummy whose row it is; None for a padded row."""
+        return self.reached[0][1]
+
+    @property
+    def page(self) -> int | None:
+        """The first page that it would reach."""
+        return self.reached[0][2]
+
+    @property
+    def owner(self) -> int | None:
+        """Whose that page is."""
+        return self.reached[0][3]
+
+    def _line(self, row: int, request: int | None, page: int | None, owner: int | None) -> str:
+        who = f"padded row {row}" if request is None else f"row {row}, the dummy {request},"
+        if page is None:
+            return f"{who} has no page in the {self.domain}'s cache for a token that it writes"
+        held = "which is free, and whose rows may be wanted again" if owner is None else f"which request {owner} holds"
+        return f"{who} resolves to page {page} of the {self.domain}'s cache, {held}"
+
+    def reasons(self) -> tuple[str, ...]:
+        lines = (self._line(*each) for each in self.reached)
+        if self.request is None:
+            remedy = f"keep page {self.page} from requests, pad with a sentinel that is no page, or pad with dummies"
+        else:
+            remedy = "give each dummy pages of its own in both caches, for every token that its row may write"
+        return (*lines, "what the row writes there is read as the owner's", f"to mend: {remedy}")
 
 
 @define(auto_exc=True, eq=False)

@@ -906,8 +906,8 @@ def _require_room(event: str, batch: Batch | None, binding: Binding) -> None:
     if batch is None:
         raise ValueError(f"{event} needs a batch: there was none before it")
     limit = binding.view.axes["S"]
-    if len(batch) > limit:
-        raise ValueError(f"{event}: a batch of {len(batch)} requests does not fit the {limit} rows of the buffers")
+    if batch.rows > limit:
+        raise ValueError(f"{event}: a batch of {batch.rows} rows does not fit the {limit} rows of the buffers")
 
 
 def _require_bound(resource: str, binding: Binding, place: int, value: Any) -> None:

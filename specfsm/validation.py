@@ -89,8 +89,8 @@ class _Pending:
     places: list[int]
     launched: bool
     landed: Event
-    versions: tuple[int, ...]
-    stamps: tuple[tuple[int, ...] | None, ...]
+    versions: list[int]
+    stamps: list[list[int] | None]
     rows: dict[int, int]
 
 
@@ -144,7 +144,7 @@ class Validation:
         if mask:
             checks = self._checks[side]
             made = checks.run(mask, mask & self.written[side], ledger.stale[side])
-            versions, stamps = tuple(ledger.versions[side]), tuple(ledger.stamps[side])
+            versions, stamps = ledger.versions[side], ledger.stamps[side]  # replaced when they move, never changed
             self.enqueued.append(_Pending(event, binding, binding.batch, *made, versions, stamps, checks.rows))
 
     def commit(self) -> None:

@@ -119,6 +119,21 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
             "to mend: allocate its pages for the whole window first",
         ],
     ),
+    "PaddingViolated": (
+        errors.PaddingViolated(
+            *HERE,
+            domain=Domain.DRAFT,
+            reached=((2, -1, 5, 7), (2, -1, 6, None), (3, -2, None, None)),
+        ),
+        RuntimeError,
+        [
+            REFUSED,
+            "row 2, the dummy -1, resolves to page 5 of the draft's cache, which request 7 holds",
+            "row 2, the dummy -1, resolves to page 6 of the draft's cache, which is free",
+            "row 3, the dummy -2, has no page in the draft's cache for a token that it writes",
+            "to mend: give each dummy pages of its own in both caches",
+        ],
+    ),
     "DraftContentInvalid": (
         errors.DraftContentInvalid(*HERE, short=((7, 4, 8), (9, 0, 8))),
         RuntimeError,
@@ -210,6 +225,14 @@ def test_each_use_of_a_life_has_words_of_its_own(event: str, facts: dict[str, An
     error = errors.RetiredRequest(Life.LIVE, event, request=7, generation=2, **facts)
     assert cause in str(error)
     assert remedy in str(error)
+
+
+def test_padded_row_has_words_of_its_own() -> None:
+    """No request stands there: what it reaches is what its sentinel names."""
+    error = errors.PaddingViolated(*HERE, domain=Domain.TARGET, reached=((3, None, 0, 7),))
+    assert "padded row 3 resolves to page 0 of the target's cache, which request 7 holds" in str(error)
+    assert "to mend: keep page 0 from requests, pad with a sentinel that is no page, or pad with dummies" in str(error)
+    assert (error.row, error.request, error.page, error.owner) == (3, None, 0, 7)
 
 
 def test_state_without_exits_accepts_nothing() -> None:

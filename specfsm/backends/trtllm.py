@@ -84,11 +84,11 @@ def pad(live: Sequence[int], size: int, sentinel: int) -> torch.Tensor:
 
 
 def _num_seqs(view: DomainView) -> int:
-    return len(view.batch) if view.batch is not None else 0
+    return view.batch.rows if view.batch is not None else 0
 
 
 def runtime(of: str) -> Alias:
-    """``<name>_runtime``: the live rows of a padded buffer."""
+    """``<name>_runtime``: of a buffer for the largest batch, the rows that the phase is run with."""
     return Alias(
         f"{of}_runtime",
         of=of,

@@ -122,6 +122,7 @@ class PagedKVCache:
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
+        self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._order: tuple[int, ...] = ()
         self._log = RowLog(max_requests)
         self.may_free: Callable[[int, bool], None] = _anybody
@@ -153,13 +154,9 @@ class PagedKVCache:
         return len(self._owned[request].blocks) * self.geometry.tokens_per_block
 
     def page_owners(self, pool: str) -> torch.Tensor:
-        """The request that holds each slot, see `specfsm.OwningKVManager`: the same in every pool."""
-        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY)
-        for request, owned in self._owned.items():
-            for block in owned.blocks:
-                if block in self._slot_of:
-                    owners[self._slot_of[block]] = request
-        return owners
+        """The request that holds each slot, see `specfsm.OwningKVManager`: the same in every pool. A view, kept up to
+        date by whatever takes a slot or gives it back."""
+        return torch.frombuffer(self._owners, dtype=torch.int64)
 
     # Assignment. Whatever changes it moves `blocks_version`.
 
@@ -187,7 +184,7 @@ class PagedKVCache:
             raise PoolExhausted(f"request {request} needs {more} more pages, but {self.free_blocks} are free")
         for _ in range(more):
             block, slot = self._free_ids.pop(0), self._free_slots.pop(0)
-            self._slot_of[block] = slot
+            self._slot_of[block], self._owners[slot] = slot, request
             owned.blocks.append(block)
         if more > 0:
             self._changed(request)
@@ -216,11 +213,15 @@ class PagedKVCache:
     def _give_back(self, owned: _Owned) -> None:
         for block in owned.blocks:
             if block in self._slot_of:
-                self._free_slots.append(self._slot_of.pop(block))
+                self._leave(self._slot_of.pop(block))
             else:
                 self._free_host.append(self._host_of.pop(block))
             self._free_ids.append(block)
         owned.blocks.clear()
+
+    def _leave(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self._owners[slot] = NOBODY
 
     def offload(self, request: int, index: int) -> None:
         """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others."""
@@ -234,7 +235,7 @@ class PagedKVCache:
         for name, pool in self.extra.items():
             self._host_extra[name][:, place].copy_(pool[:, slot])
         self._host_of[block] = place
-        self._free_slots.append(slot)
+        self._leave(slot)
         self._changed(request)
 
     def load_back(self, request: int) -> None:
@@ -249,7 +250,7 @@ class PagedKVCache:
             self.pool[slot].copy_(self.host_pool[place])
             for name, pool in self.extra.items():
                 pool[:, slot].copy_(self._host_extra[name][:, place])
-            self._slot_of[block] = slot
+            self._slot_of[block], self._owners[slot] = slot, request
             self._free_host.append(place)
         if gone:
             self._changed(request)
