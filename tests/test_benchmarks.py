@@ -1,4 +1,4 @@
-"""The benchmark of the switch runs, and its three ways to refill leave the same tables. Never how fast they are."""
+"""The benchmarks run, and what they compare writes the same. Never how fast they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import handwritten, phase_switch
+from benchmarks import handwritten, levels, phase_switch
+from tests.decode import conftest as tiny
 
 CPU = torch.device("cpu")
 CONTENDERS = {"generation 1", "generation 2", "all stale", "typical", "nothing stale", "batch object", "copy"}
@@ -109,3 +110,16 @@ def test_aims_are_judged_by_ratio() -> None:
         "dsa, typical, batch 1024 / 64": "missed",
     }
     assert json.loads(json.dumps(phase_switch.report(rows, CPU)))["rows"][0]["contender"] == "generation 1"
+
+
+def test_every_level_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """On a tiny model; `measure` ends the run if a level writes another token or finds anything."""
+    ready = (tiny.target(), tiny.draft("early-exit"), tiny.settings("dsa"), tiny.prompt(1, 5))
+    monkeypatch.setattr(levels, "prepare", lambda options: ready)
+    words = ["--rounds", "1", "--new-tokens", "9", "--json", str(tmp_path / "levels.json")]
+    assert levels.main(words) == 0
+    facts = json.loads((tmp_path / "levels.json").read_text())
+    assert list(facts["rows"]) == ["off", "stamps", "tensors", "contents"]
+    assert all(min(row["step_ms"]) > 0 for row in facts["rows"].values())
+    assert facts["versions"]["torch"] == torch.__version__
+    assert "| `contents` |" in capsys.readouterr().out
