@@ -163,8 +163,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark of the loop asks."""
     parser.add_argument("--target", help="as for specfsm decode")
     parser.add_argument("--draft", default="self", help="as for specfsm decode (%(default)s)")
     parser.add_argument("--draft-len", type=int, default=3)
@@ -174,16 +174,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default=DEFAULT_PROMPT)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (%(default)s)")
-    parser.add_argument("--check", default="stamps", choices=("off", "stamps", "tensors"))
     parser.add_argument(
         "--threads", type=int, default=1, help="of torch; more than one waits for whatever else runs (%(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options_of(parser)
+    parser.add_argument("--check", default="stamps", choices=("off", "stamps", "tensors"))
     return parser.parse_args()
 
 
-def make(options: argparse.Namespace) -> tuple[dict[str, Runner], deque[int], list[int]]:
-    """The three loops, what the oracle is told, and the prompt."""
+def prepare(options: argparse.Namespace) -> tuple[Model, Any, Settings, list[int]]:
+    """Target, draft, settings and prompt, as the options say."""
     place: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": options.device}
     lm, tokenizer = load_target(options.target, **place)
     target = Model(lm)
@@ -198,6 +203,12 @@ def make(options: argparse.Namespace) -> tuple[dict[str, Runner], deque[int], li
         dtype=options.dtype,
         device=options.device,
     )
+    return target, draft, settings, prompt
+
+
+def make(options: argparse.Namespace) -> tuple[dict[str, Runner], deque[int], list[int]]:
+    """The three loops, what the oracle is told, and the prompt."""
+    target, draft, settings, prompt = prepare(options)
     loops = {
         name: DecodeLoop(target, draft, settings, check=options.check) for name in ("machine", "by hand", "oracle")
     }

@@ -75,5 +75,3 @@ class Poison:
             for place in bits(due):
                 binding.values[place].fill_(self._values[place])
             self.filled[side] = (self.filled[side] | due) & stale
-            if due:
-                fsm._note_versions(binding, due)

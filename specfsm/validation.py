@@ -215,12 +215,11 @@ class Validation:
         )
 
     def _undeclared(self, pending: _Pending, place: int) -> dict[str, tuple[int, int]]:
-        """The inputs that moved since the last refresh though the resource declares that it does not read them."""
-        ledger, stamp = self.fsm.ledger, pending.stamps[place]
+        """The inputs that moved since the last refresh. It is fresh all the same: it declares to read none of them."""
+        stamp, names = pending.stamps[place], self.fsm.ledger.inputs
         if stamp is None:
             return {}
-        reads = ledger.sources[ledger.names[place]]
-        moves = ((name, stamp[at], pending.versions[at]) for at, name in enumerate(ledger.inputs) if name not in reads)
+        moves = ((name, stamp[at], pending.versions[at]) for at, name in enumerate(names))
         return {name: (was, now) for name, was, now in moves if was != now}
 
 

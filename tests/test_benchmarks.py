@@ -1,4 +1,4 @@
-"""The benchmarks of the switch and of the whole loop run; all contenders leave the same. Never how fast they are."""
+"""The benchmarks run, and what they compare leaves and writes the same. Never how fast they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import handwritten, host_part, phase_switch, whole_loop
+from benchmarks import handwritten, host_part, levels, phase_switch, whole_loop
+from tests.decode import conftest as tiny
 
 CPU = torch.device("cpu")
 CONTENDERS = {"generation 1", "generation 2", "all stale", "typical", "nothing stale", "batch object", "copy"}
@@ -154,3 +155,19 @@ def test_host_executes_little() -> None:
     limits = {"all stale": (7000, 120), "typical": (4900, 75), "nothing stale": (1400, 18)}
     for contender, limit in limits.items():
         assert all(0 < count <= most for count, most in zip(counts[contender], limit, strict=True)), counts
+
+
+# The check levels.
+
+
+def test_every_level_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """On a tiny model; `measure` ends the run if a level writes another token or finds anything."""
+    ready = (tiny.target(), tiny.draft("early-exit"), tiny.settings("dsa"), tiny.prompt(1, 5))
+    monkeypatch.setattr(levels, "prepare", lambda options: ready)
+    words = ["--rounds", "1", "--new-tokens", "9", "--json", str(tmp_path / "levels.json")]
+    assert levels.main(words) == 0
+    facts = json.loads((tmp_path / "levels.json").read_text())
+    assert list(facts["rows"]) == ["off", "stamps", "tensors", "contents"]
+    assert all(min(row["step_ms"]) > 0 for row in facts["rows"].values())
+    assert facts["versions"]["torch"] == torch.__version__
+    assert "| `contents` |" in capsys.readouterr().out

@@ -108,3 +108,33 @@ def test_shared_buffer_keeps_the_target_s_contents() -> None:
 def test_guard_has_no_poison() -> None:
     with pytest.raises(ValueError, match="poison is for a machine that drives"):
         world(guard=True, poison=True)
+
+
+def test_graph_keeps_what_it_reads_and_then_writes() -> None:
+    """It advances the lengths in place: stale for everyone else once it is to replay, and its own to read first."""
+    at = world("trtllm", poison=True)
+    at.prepare()
+    at.fsm.draft_forward(BATCH)
+    at.fsm.restore()
+    at.prepare()
+    with at.fsm.record("advances") as graph:
+        at.fsm.draft_forward(BATCH)
+        at.fsm.publish("kv_lens_cuda", at.fsm.value("kv_lens_cuda"))
+    at.fsm.draft_replay(graph, BATCH)
+    assert at.fsm.ledger.stale[DRAFT] & at.fsm.ledger.mask(["kv_lens_cuda"])
+    assert at.fsm.value("kv_lens_cuda").tolist() == [8, 8, 8, 0, 0]
+
+
+def test_recording_fills_nothing() -> None:
+    """A fill would be captured, and repeated by every replay."""
+    at = world("trtllm", poison=True)
+    at.round_trip()
+    at.prepare()
+    at.fsm.moved("blocks", TARGET)
+    table = at.fsm.value("kv_cache_block_offsets", TARGET)
+    was = table.clone()
+    with at.fsm.record("draft"):
+        at.fsm.draft_forward(at.fsm.batch(DRAFT))
+        assert torch.equal(table, was)
+    at.fsm.draft_forward(at.fsm.batch(DRAFT))
+    assert (table == OUT_OF_RANGE).all()

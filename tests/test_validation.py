@@ -335,6 +335,8 @@ def test_undone_transition_validates_nothing() -> None:
     at.fuse.disarm()
     assert at.fsm.validation is not None
     assert at.fsm.validation.pending == []
+    at.fsm.draft_forward()
+    assert [each.event for each in at.fsm.validation.pending] == ["draft_forward"]
 
 
 def test_lower_levels_do_not_look_at_contents() -> None:

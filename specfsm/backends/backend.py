@@ -335,9 +335,27 @@ def _address_spaces_agree(backend: Backend) -> Iterator[str]:
             space = spaces.get(operand)
             if operand in spaces and (space is None or space.unit is not unit):
                 yield f"{resource.name} reads {operand} counted in {unit.value}, but it holds {_held(space)}"
-        held = resource.recipe.holds
+        source = spaces.get(resource.recipe.pool_of or "")
+        held = resource.recipe.holds or (None if source is None else source.unit)
         if held is not None and (resource.space is None or resource.space.unit is not held):
             yield f"{resource.name}'s recipe writes units of {held.value}, but it declares {_held(resource.space)}"
+        if source is not None and resource.space is not None and resource.space.pool != source.pool:
+            yield (
+                f"{resource.name} points into the pool {resource.space.pool}, but {resource.recipe.pool_of}, which it "
+                f"is derived from, into {source.pool}"
+            )
+
+
+def _domains_agree(backend: Backend) -> Iterator[str]:
+    """A value of one cache is never made from the other's, so each source exists wherever its reader does."""
+    domains = {resource.name: resource.domains for resource in backend.resources}
+    for resource in backend.resources:
+        for source in (*resource.reads, *((resource.of,) if isinstance(resource, Alias) else ())):
+            lacking = [
+                str(domain) for domain in resource.domains if domain not in domains.get(source, resource.domains)
+            ]
+            if lacking:
+                yield f"{resource.name} reads {source}, which does not exist in the {' or '.join(lacking)}'s cache"
 
 
 def _held(space: AddressSpace | None) -> str:
@@ -369,5 +387,6 @@ CHECKS: tuple[Callable[[Backend], Iterator[str]], ...] = (
     _graph_refreshes_are_recipes,
     _recipes_read_what_they_declare,
     _address_spaces_agree,
+    _domains_agree,
     _one_launch_suffices,
 )

@@ -96,7 +96,13 @@ class Recipe:
 
     @property
     def holds(self) -> Unit | None:
-        """What the output's entries count; None where the recipe does not decide it."""
+        """What the output's entries count; None: the same as the operand of `pool_of`."""
+        return None
+
+    @property
+    def pool_of(self) -> str | None:
+        """The operand in whose pool the output's entries point; None where the pool is the output's own to declare,
+        since pages of several pools go together."""
         return None
 
     def operands(self, out: str, recipes: Mapping[str, Recipe]) -> tuple[Operand, ...]:
@@ -215,6 +221,10 @@ class SlotMapping(Recipe):
     def holds(self) -> Unit:
         return Unit.BYTE
 
+    @property
+    def pool_of(self) -> str:
+        return self.table
+
     def operands(self, out: str, recipes: Mapping[str, Recipe]) -> tuple[Operand, ...]:
         table = source_table(out, self.table, recipes)
         if table.unit is not Unit.SLOT:
@@ -276,6 +286,10 @@ class SlidingTable(Recipe):
     def holds(self) -> Unit:
         return Unit.PAGE
 
+    @property
+    def pool_of(self) -> str:
+        return self.base
+
     def operands(self, out: str, recipes: Mapping[str, Recipe]) -> tuple[Operand, ...]:
         return (
             Operand("base", self.base, torch.int32, ("P", "R", "Q", "Bb")),
@@ -326,6 +340,10 @@ class ExpandRows(Recipe):
     @property
     def reads(self) -> tuple[str, ...]:
         return (self.table,)
+
+    @property
+    def pool_of(self) -> str:
+        return self.table
 
     def operands(self, out: str, recipes: Mapping[str, Recipe]) -> tuple[Operand, ...]:
         table = source_table(out, self.table, recipes)

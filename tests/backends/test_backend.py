@@ -57,6 +57,12 @@ def gathered(*, base: AddressSpace | None = ENTRIES, space: AddressSpace | None 
     return (staged("base", space=base), staged("rows", space=ROWS), table(**facts))
 
 
+def expanded(space: AddressSpace) -> Any:
+    """A table of slots, and its rows repeated in a table that says where its entries point."""
+    wide = table("wide", reads=("table",), refresh=None, recipe=ExpandRows(table="table", times=2), space=space)
+    return (*gathered(), wide)
+
+
 class Gadget(Resource):
     """A kind that `ACTIONS` does not know."""
 
@@ -119,13 +125,34 @@ BROKEN: dict[str, list[tuple[tuple[Resource, ...], str]]] = {
         (gathered(base=ROWS), "table reads base counted in entry, but it holds kv/row"),
         (gathered(space=None), "table's recipe writes units of slot, but it declares no address space"),
         (gathered(space=ENTRIES), "table's recipe writes units of slot, but it declares kv/entry"),
+        (expanded(AddressSpace("kv", Unit.PAGE)), "wide's recipe writes units of slot, but it declares kv/page"),
+        (
+            expanded(AddressSpace("indexer", Unit.SLOT)),
+            "wide points into the pool indexer, but table, which it is derived from, into kv",
+        ),
+    ],
+    "_domains_agree": [
+        (
+            (table("first", domains=(TARGET,)), table("second", reads=("first",))),
+            "second reads first, which does not exist in the draft's cache",
+        ),
+        (
+            (table("first", domains=(DRAFT,)), Alias("view", of="first", derive=refresh, domains=(TARGET,))),
+            "view reads first, which does not exist in the target's cache",
+        ),
     ],
     "_one_launch_suffices": [
         (
             (
                 *gathered(),
                 table("between", reads=("table",)),
-                table("second", reads=("table", "between"), refresh=None, recipe=ExpandRows(table="table", times=2)),
+                table(
+                    "second",
+                    reads=("table", "between"),
+                    refresh=None,
+                    recipe=ExpandRows(table="table", times=2),
+                    space=SLOTS,
+                ),
             ),
             "second needs a second launch: it reads between",
         ),

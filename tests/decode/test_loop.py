@@ -16,7 +16,7 @@ from specfsm.decode.attention import FLAVOURS
 from specfsm.decode.cache import PoolExhausted
 from specfsm.decode.loop import DecodeLoop
 from specfsm.domain import Batch, Domain, RowOrder
-from specfsm.errors import IllegalTransition, RetiredRequest, StaleResource, WindowOverflow
+from specfsm.errors import ContentsViolated, IllegalTransition, RetiredRequest, StaleResource, WindowOverflow
 from specfsm.orchestrator import Orchestrator
 from tests.decode.conftest import (
     ARRIVALS,
@@ -736,3 +736,49 @@ def test_target_alone_is_replayed_too() -> None:
     loop.submit(prompt(0, 4), 12)
     loop.run()
     assert (loop.eager, loop.replays) == (2, 9)
+
+
+# Check level "contents", and poison.
+
+
+@pytest.mark.parametrize("mode", [{}, *MODES.values()], ids=["eager", *MODES])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_contents_of_a_sound_loop_are_right(backend: str, mode: dict[str, Any]) -> None:
+    """Requests come and go, pages move, lengths are corrected on the device: nothing is found, no token changes, with
+    whatever is stale poisoned."""
+    loop = DecodeLoop(target(), draft("head"), settings(backend, **mode), check="contents", poison=True)
+    lossless(churn(loop))
+    assert loop.fsm.violations == ()
+    assert loop.fsm.validation is not None
+    assert loop.fsm.validation.unowned == ()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_page_given_away_too_early_is_found(backend: str) -> None:
+    """The cache gives a running request's page to another: the table is as the cache says, and every stamp fresh."""
+    loop = DecodeLoop(target(), draft("early-exit"), settings(backend), check="contents")
+    for seed in (10, 11):
+        loop.submit(prompt(seed, 9), 12)
+    for _ in range(2):
+        loop.step()
+    victim, thief = (request.id for request in loop.running)
+    loop.cache._owned[thief].blocks.append(loop.cache._owned[victim].blocks[0])
+    with pytest.raises(ContentsViolated) as caught:
+        loop.run()
+    facts = (caught.value.domain, caught.value.failed, caught.value.request, caught.value.owner)
+    assert facts == (Domain.TARGET, "owner", victim, thief)
+    assert caught.value.found == caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("trtllm", "kv_cache_block_offsets"), ("flash_mla", "block_ids_per_seq")]
+)
+def test_poison_makes_an_unchecked_miss_loud(backend: str, name: str) -> None:
+    """Without it the draft reads page 0, and nobody is told; with it the first use raises."""
+    crashes = []
+    for poison in (False, True):
+        drop = [(name, Domain.DRAFT)]
+        loop = DecodeLoop(target(), draft("early-exit"), settings(backend), check="off", drop=drop, poison=poison)
+        crashes.append(churn(loop, unchecked=True).crash)
+    assert crashes[0] == ""
+    assert "IndexError" in crashes[1]
