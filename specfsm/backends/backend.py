@@ -374,6 +374,41 @@ def _one_launch_suffices(backend: Backend) -> Iterator[str]:
             yield f"{resource.name} needs a second launch: it reads {', '.join(sorted(behind & after))}"
 
 
+def _padded_rows_are_sane(backend: Backend) -> Iterator[str]:
+    """Padding is part of the batch: what follows lengths without following the batch keeps the padding of an older one,
+    a sum that leaves padded rows out among it. And a row that is nobody's holds something harmless."""
+    sources = _sources(backend)
+    for resource in backend.resources:
+        lengths = " and ".join(sorted({"lengths", "layout"} & sources[resource.name]))
+        if lengths and "batch" not in sources[resource.name]:
+            yield f"{resource.name} follows {lengths}, but not batch: which rows are padded is the batch's"
+        if not isinstance(resource, Buffer) or resource.recipe is not None:
+            continue
+        if lengths and resource.follows_rows and resource.said_sentinel is None:
+            yield (
+                f"{resource.name} has rows that follow {lengths}, but does not say what padded ones hold: "
+                "declare its sentinel"
+            )
+
+
+def _sentinels_agree(backend: Backend) -> Iterator[str]:
+    """A sentinel is said once: what the recipe writes is what the declaration promises."""
+    for resource in backend.resources:
+        if isinstance(resource, Buffer):
+            written = getattr(resource.recipe, "sentinel", None)
+            if written is not None and written != resource.sentinel:
+                yield f"{resource.name} is padded with {resource.sentinel} by declaration, but with {written} by recipe"
+
+
+def _sources(backend: Backend) -> dict[str, set[str]]:
+    """Resource → all that it is derived from, through whatever resource; producers stand first."""
+    sources: dict[str, set[str]] = {}
+    for resource in backend.resources:
+        direct = {*resource.reads, *((resource.of,) if isinstance(resource, Alias) else ())}
+        sources[resource.name] = direct.union(*(sources.get(read, set()) for read in direct))
+    return sources
+
+
 CHECKS: tuple[Callable[[Backend], Iterator[str]], ...] = (
     _names_are_unique,
     _attributes_are_unique,
@@ -389,4 +424,6 @@ CHECKS: tuple[Callable[[Backend], Iterator[str]], ...] = (
     _address_spaces_agree,
     _domains_agree,
     _one_launch_suffices,
+    _padded_rows_are_sane,
+    _sentinels_agree,
 )

@@ -100,6 +100,7 @@ TOKENS = (
         attribute=None,
         dtype="int32",
         shape=("T",),
+        sentinel=0,
         refresh=refresh_back,
         on_device=True,
         refreshed_by="graph",

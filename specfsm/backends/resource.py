@@ -163,7 +163,8 @@ class Buffer(Resource):
         dtype: name of the element type, as torch spells it.
         shape: symbolic axes, see `Axis`.
         space: where its entries point; None where they are no indices.
-        sentinel: what padded rows and trailing columns hold.
+        sentinel: what padded rows and trailing columns hold; by default what the recipe says, else 0. Where a row
+            follows a request's lengths or layout it is said, because only its reader knows what is harmless.
         recipe: how the refresh kernel derives it, as data.
         refresh: or a function ``(view, buffer) → buffer`` that writes it; None returned means it declined.
         on_device: whether the refresh runs on the device, from what is on the device, so that a graph can record it.
@@ -173,7 +174,7 @@ class Buffer(Resource):
     dtype: str = field(kw_only=True)
     shape: tuple[Axis, ...] = field(kw_only=True)
     space: AddressSpace | None = field(default=None, kw_only=True)
-    sentinel: int = field(default=0, kw_only=True)
+    _sentinel: int | None = field(default=None, kw_only=True)
     recipe: Recipe | None = field(default=None, kw_only=True)
     refresh: Callable[[DomainView, torch.Tensor], Any] | None = field(default=None, kw_only=True)
     on_device: bool = field(kw_only=True)
@@ -181,6 +182,20 @@ class Buffer(Resource):
     @on_device.default
     def _recipe_is_on_device(self) -> bool:
         return self.recipe is not None
+
+    @property
+    def said_sentinel(self) -> int | None:
+        """The sentinel that the declaration, or else its recipe, names; None where neither does."""
+        return getattr(self.recipe, "sentinel", None) if self._sentinel is None else self._sentinel
+
+    @property
+    def sentinel(self) -> int:
+        return self.said_sentinel or 0
+
+    @property
+    def follows_rows(self) -> bool:
+        """Whether it has an entry for each row, or each token, of the batch."""
+        return any(letter in "ST" for axis in self.shape for letter in str(axis).split("*"))
 
 
 @frozen

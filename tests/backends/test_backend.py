@@ -157,6 +157,31 @@ BROKEN: dict[str, list[tuple[tuple[Resource, ...], str]]] = {
             "second needs a second launch: it reads between",
         ),
     ],
+    "_padded_rows_are_sane": [
+        (
+            (table("total", reads=("lengths",), shape=(1,)),),
+            "total follows lengths, but not batch: which rows are padded is the batch's",
+        ),
+        (
+            (Pointer("longest", reads=("layout", "lengths"), of=refresh),),
+            "longest follows layout and lengths, but not batch",
+        ),
+        (
+            (table("lens", reads=("lengths",), sentinel=0), Alias("view", of="lens", derive=refresh)),
+            "view follows lengths, but not batch",
+        ),
+        (
+            (table(reads=("batch", "lengths")),),
+            "table has rows that follow lengths, but does not say what padded ones hold: declare its sentinel",
+        ),
+        (
+            (table("lens", reads=("batch", "layout"), sentinel=0), table("each", reads=("lens",), shape=("S*C",))),
+            "each has rows that follow layout, but does not say what padded ones hold",
+        ),
+    ],
+    "_sentinels_agree": [
+        (gathered(sentinel=-1), "table is padded with -1 by declaration, but with 0 by recipe"),
+    ],
 }
 
 
@@ -183,6 +208,15 @@ def test_broken_backend_is_refused(rule: str, resources: tuple[Resource, ...], o
 def test_rule_has_nothing_to_say_about_a_sound_backend(rule: str) -> None:
     for flavour in BACKENDS.values():
         assert list(getattr(declarations, rule)(flavour.make())) == []
+
+
+def test_sentinel_is_said_once() -> None:
+    """By the declaration or by its recipe; where no row follows lengths it need not be said."""
+    _, _, made = gathered(recipe=GatherTable(base="base", rows="rows", unit=Unit.SLOT, sentinel=-1))
+    assert (made.sentinel, made.said_sentinel) == (-1, -1)
+    assert (table().sentinel, table().said_sentinel) == (0, None)
+    assert table(sentinel=0).said_sentinel == 0
+    Backend("sane", (table("total", reads=("batch", "lengths"), shape=(1,)),))
 
 
 def test_missing_path_is_an_open_question(monkeypatch: pytest.MonkeyPatch) -> None:

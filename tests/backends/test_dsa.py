@@ -246,9 +246,10 @@ def test_what_a_nested_hook_saved_is_carried_to_its_pair_unchanged() -> None:
 
     hooked = Shared(
         "hook",
-        reads=("lengths",),
+        reads=("batch", "lengths"),
         dtype="int32",
         shape=("S",),
+        sentinel=0,
         refresh=refresh,
         save=save,
         load=lambda _, saved: taken.append(saved),

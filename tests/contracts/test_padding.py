@@ -6,12 +6,17 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from specfsm.backends.backend import shape_in
+from specfsm.backends.resource import Buffer
 from specfsm.contracts.padding import Padding
 from specfsm.domain import Batch, Domain, RowOrder
 from specfsm.errors import PaddingViolated, UnknownMetadata
 from specfsm.states.phase import Phase
-from tests.toys import REQUESTS, World, manager, snapshot, world
+from tests.toys import BACKENDS, REQUESTS, SIZES, World, manager, snapshot, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DUMMIES = (-1, -2)
@@ -186,3 +191,69 @@ def test_idle_batch_is_an_ordinary_batch() -> None:
     at = build("deepseek_v4")
     at.round_trip(IDLE)
     assert at.fsm.batch(TARGET) is IDLE
+
+
+# What padded rows hold, whatever the batch before them was.
+
+ALL = (*REQUESTS, 11, 13)
+LONGEST = Batch(ALL, (6,) * 5, (3,) * 5, num_contexts=2)
+
+SMALLER = st.integers(0, 5).flatmap(
+    lambda live: st.builds(
+        Batch,
+        st.permutations(ALL).map(lambda order: order[:live]),
+        st.lists(st.integers(3, 6), min_size=live, max_size=live),
+        st.lists(st.integers(1, 3), min_size=live, max_size=live),
+        st.integers(0, live),
+        padded=st.integers(live, 5),
+    )
+)
+
+
+def behind(resource: Buffer, contents: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What stands in the entries of no request."""
+    entries = {"S": len(batch), "T": batch.num_tokens, "S*C": len(batch) * (1 + SIZES.max_draft_len)}
+    for axis, name in enumerate(resource.shape):
+        if name in entries:
+            return contents.narrow(axis, entries[name], contents.shape[axis] - entries[name])  # type: ignore[index]  # a name
+    return contents[:0]
+
+
+def require_sentinels(at: World, domain: Domain) -> int:
+    """Every buffer that follows rows, host halves included, holds its sentinel behind the batch; how many there are."""
+    binding = at.fsm.bindings[domain]
+    batch, checked = at.fsm.batch(domain), 0
+    assert batch is not None
+    for place, resource in enumerate(at.fsm.backend.resources):
+        if isinstance(resource, Buffer) and resource.follows_rows and domain in resource.domains:
+            for contents in filter(lambda each: each is not None, (binding.values[place], binding.hosts.get(place))):
+                assert tuple(contents.shape) == shape_in(resource, binding.view.axes)
+                assert (behind(resource, contents, batch) == resource.sentinel).all(), f"{resource.name} [{domain}]"
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("order", RowOrder)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "toy"])
+@given(batch=SMALLER, last=SMALLER)
+@settings(max_examples=15, deadline=None)
+def test_padded_rows_hold_the_sentinel_in_one_launch(backend: str, order: RowOrder, batch: Batch, last: Batch) -> None:
+    """A batch shrinks: rows that were full a phase ago are nobody's, in every table, by the very launch that writes the
+    live ones. The views of what the phase is run with have the padded size."""
+    at = world(backend, order=order, contracts=[])
+    for held in (at.target, at.draft):
+        for request in ALL:
+            held.allocate(request, 0 if request in REQUESTS else 3)
+    at.round_trip(LONGEST)
+    tables = 0
+    for each in (batch, last):
+        for event, domain in (("target_prepare", TARGET), ("draft_forward", DRAFT), ("draft_step", DRAFT)):
+            masks: list[int] = at.fsm.bindings[domain].launch.masks  # type: ignore[union-attr]  # the toys' launch
+            masks.clear()
+            getattr(at.fsm, event)(*(() if event == "draft_step" else (each,)))
+            assert len(masks) <= 1
+            tables += require_sentinels(at, domain)
+            assert at.metadata.kv_lens_cuda_runtime.shape == (each.rows,)
+        at.fsm.restore()
+        require_sentinels(at, TARGET)
+    assert tables >= 2 * 3 * 4
