@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, field, fields
 
 if TYPE_CHECKING:
     from typing import Self
@@ -80,17 +80,26 @@ class UnknownMetadata(SpecFSMError, TypeError):
 class IllegalTransition(SpecFSMError, RuntimeError):
     """An event was refused. State, metadata and stamps are as they were.
 
+    Raised itself, not as one of its subclasses, where the table has no such row, and where a contract of the engine
+    refuses without saying more.
+
     Attributes:
         state: the state the machine is (still) in.
         event: the event that was refused.
         to: the state it would have led to; None where the table has no such row.
-        legal: the events that the state accepts.
+        legal: the events that the state accepts; None where that is not the reason.
+        subject: what the event was fired for: a resource with its domain, a graph; empty where nothing needs naming.
+        why: what stands against it, beside the table.
+        mend: what would mend it.
     """
 
     state: Enum
     event: str
     to: Enum | None = None
-    legal: tuple[str, ...] = field(default=(), kw_only=True)
+    legal: tuple[str, ...] | None = field(default=None, kw_only=True)
+    subject: str = field(default="", kw_only=True)
+    why: str = field(default="", kw_only=True)
+    mend: str = field(default="", kw_only=True)
 
     @property
     def arrow(self) -> str:
@@ -98,11 +107,23 @@ class IllegalTransition(SpecFSMError, RuntimeError):
 
     def reasons(self) -> tuple[str, ...]:
         """What was found, one fact a line, then what would mend it."""
-        expected = ", ".join(self.legal) or "nothing: the state has no exits"
-        return (f"{self.state.name} accepts {expected}",)
+        subject, mend = self.subject and f"{self.subject}: ", self.mend
+        if self.why:
+            cause = self.why
+        elif self.legal is None:
+            cause = "a contract refused it and gave no reason"
+            mend = mend or "let the contract raise a subclass of IllegalTransition whose reasons() say why"
+        else:
+            cause = f"{self.state.name} accepts {', '.join(self.legal) or 'nothing: the state has no exits'}"
+            mend = mend or ("fire one of these first; the trace tells what led here" if self.legal else "")
+        return (f"{subject}{cause}", *((f"to mend: {mend}",) if mend else ()))
 
     def __str__(self) -> str:
         return _lines(self.arrow, self.reasons())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied by its facts, so that an engine's worker can send it to whoever decides."""
+        return _raised, (type(self), {each.name: getattr(self, each.name) for each in fields(type(self))})
 
 
 @define(auto_exc=True, eq=False)
@@ -245,11 +266,23 @@ class GraphContractBroken(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class PendingTransfer(IllegalTransition):
-    """A staging buffer was written, or read back, while its copy is in flight."""
+    """A staging buffer was written, or its event armed again, while its copy is in flight.
+
+    Raised by code that drives a `StagingBuffer` or a `Flight` itself; the machine's own refreshes wait instead.
+
+    Attributes:
+        resource: whom the buffer serves.
+    """
 
     resource: str = field(default="", kw_only=True)
 
     def reasons(self) -> tuple[str, ...]:
+        if self.event in ("depart", "submit"):
+            return (
+                f"the event behind the copy of {self.resource} was armed already, and the copy has not landed",
+                "armed again, or counted on for a later copy, it would tell whoever waits of the wrong one",
+                "to mend: take another flight for what is copied next, or wait for this one",
+            )
         return (
             f"the staging buffer of {self.resource} still feeds a copy that has not landed",
             "writing it now would change what the device receives",
@@ -445,8 +478,15 @@ class RestoreFailed(SpecFSMError, ExceptionGroup):
 
     event: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RestoreFailed, (self.event, list(self.exceptions))
+
     def derive(self, excs: Sequence[Exception]) -> RestoreFailed:  # type: ignore[override]  # a group of Exceptions
         return RestoreFailed(self.event, excs)
+
+
+def _raised(kind: type[IllegalTransition], facts: dict[str, Any]) -> IllegalTransition:
+    return kind(**facts)
 
 
 def _lines(head: str, facts: Sequence[str]) -> str:

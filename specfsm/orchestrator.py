@@ -303,7 +303,7 @@ class Orchestrator:
             StaleResource: from an event in the block, when a value that would be baked in is stale: warm up first.
         """
         if self.recording is not None or self.machine.state in DRAFT_PHASES:
-            raise IllegalTransition(self.machine.state, "record", legal=PHASE.legal(self.machine.state))
+            raise _no_recording(self.machine.state, key, self.recording)
         graph = graph or Graph(key, max_len=max_len)
         self._ask("record", self.switch.target.batch, graph)
         graph.record()
@@ -345,8 +345,14 @@ class Orchestrator:
     def adopt(self) -> None:
         """Let the calling thread drive from now on. Only in IDLE: elsewhere a phase is half way."""
         if self.machine.state is not Phase.IDLE:
-            raise IllegalTransition(self.machine.state, "adopt", legal=PHASE.legal(self.machine.state))
-        self._owner = threading.current_thread()
+            raise IllegalTransition(
+                self.machine.state,
+                "adopt",
+                legal=PHASE.legal(self.machine.state),
+                why=f"the phase {self.machine.state.name} is half way, and thread {self._owner.name!r} drives it",
+                mend="let that thread come to IDLE first (restore, finish), then adopt",
+            )
+        self._owner: threading.Thread = threading.current_thread()
         self._thread = get_ident()
 
     # What the engine reports.
@@ -423,9 +429,15 @@ class Orchestrator:
         Raises:
             IllegalTransition: a graph is being recorded: what it captured so far has the old address.
         """
-        if self.recording is not None:
-            raise IllegalTransition(self.machine.state, "bind", legal=PHASE.legal(self.machine.state))
         binding, place = self._place(resource, domain)
+        if self.recording is not None:
+            raise IllegalTransition(
+                self.machine.state,
+                "bind",
+                subject=f"{resource} [{binding.domain}]",
+                why=f"a graph is being recorded ({self.recording.key}), and has the old address already",
+                mend="bind it before the recording, and let it live as long as the graph",
+            )
         # A shared buffer is one: whichever domain binds it, both hold the new one.
         shared = isinstance(self.backend.resources[place], Shared)
         for each in dict.fromkeys(self.bindings) if shared else (binding,):
@@ -802,6 +814,15 @@ def _row(source: Any, arc: Arc) -> _Row:
 def _recorded(row: _Row) -> _Row:
     """The same row while a graph is recorded: whatever refreshes only activates."""
     return evolve(row, path=RECORDING) if row.refreshes else row
+
+
+def _no_recording(state: Phase, key: Hashable, under_way: Graph | None) -> IllegalTransition:
+    """A recording begins outside of the draft phase, and one at a time."""
+    if under_way is not None:
+        why, mend = f"graph {under_way.key} is being recorded", "end that recording first"
+    else:
+        why, mend = "the draft phase is active", "restore() first; the recording enters the phase by itself"
+    return IllegalTransition(state, "record", legal=PHASE.legal(state), subject=f"graph {key}", why=why, mend=mend)
 
 
 MANAGER_NEEDS = ("geometry", "generation", "blocks_version", "host_block_offsets", "pool_pointers", "arrange")

@@ -235,14 +235,14 @@ def _names_are_unique(backend: Backend) -> Iterator[str]:
 
 
 def _attributes_are_unique(backend: Backend) -> Iterator[str]:
-    carried: list[str] = []
+    carried: dict[str, list[str]] = {}
     for resource in backend.resources:
-        carried += resource.attributes
-        if isinstance(resource, Table) and resource.twin is not None:
-            carried.append(resource.twin)
-    for attribute, count in Counter(carried).items():
-        if count > 1:
-            yield f"the attribute {attribute} carries {count} resources"
+        twin = resource.twin if isinstance(resource, Table) else None
+        for attribute in (*resource.attributes, *filter(None, (twin,))):
+            carried.setdefault(attribute, []).append(resource.name)
+    for attribute, names in carried.items():
+        if len(names) > 1:
+            yield f"the attribute {attribute} carries {len(names)} resources ({', '.join(names)}): give each its own"
 
 
 def _attributes_are_names(backend: Backend) -> Iterator[str]:
