@@ -50,7 +50,7 @@ class InvalidTable(SpecFSMError, ValueError):
     offenders: tuple[str, ...]
 
     def __str__(self) -> str:
-        return _lines(f"the {self.table} table is not a machine", self.offenders)
+        return _lines(f"the {self.table} machine cannot be built as declared", self.offenders)
 
 
 @define(auto_exc=True, eq=False)
@@ -158,7 +158,8 @@ class WrongThread(IllegalTransition):
     def reasons(self) -> tuple[str, ...]:
         return (
             f"thread {self.caller!r} fired it, but thread {self.owner!r} drives this orchestrator",
-            "one metadata object serves one cache at a time: use one thread, or hand it over with fsm.adopt() in IDLE",
+            "one metadata object serves one cache at a time",
+            "to mend: use one thread, or hand it over with fsm.adopt() in IDLE",
         )
 
 
@@ -172,6 +173,9 @@ class StaleResource(IllegalTransition):
         never: it was never refreshed at all.
         misbound: the metadata still carries the other cache's value.
         tampered: "written" or "rebound" without the machine being told (check level "tensors").
+        recording: empty, or why a graph that is being recorded cannot hold it: "shared" (one buffer for both caches),
+            "baked" (a Python value that is not there yet, or no longer true), "inside" (what goes stale within a
+            recording only the graph can mend).
         resources: every stale resource, this one first.
     """
 
@@ -182,6 +186,7 @@ class StaleResource(IllegalTransition):
     never: bool = field(default=False, kw_only=True)
     misbound: bool = field(default=False, kw_only=True)
     tampered: str = field(default="", kw_only=True)
+    recording: str = field(default="", kw_only=True)
     resources: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
@@ -192,6 +197,8 @@ class StaleResource(IllegalTransition):
     def cause(self) -> str:
         if self.tampered:
             return f"was {self.tampered} behind the machine's back since its last refresh"
+        if self.recording == "shared":
+            return "is one buffer for both caches: a recording can neither save it nor give it back"
         if self.misbound:
             return "still holds the other cache's value: its switch did not happen"
         if self.never:
@@ -208,11 +215,24 @@ class StaleResource(IllegalTransition):
     def remedy(self) -> str:
         if self.tampered:
             return f"declare it: dirty({self.resource!r}) for an edit, publish for a refresh, bind for another buffer"
+        if self.recording:
+            return self._remedy_in_a_recording
         if self.misbound:
             return f"let the transition switch {self.resource}; do not drop its action"
         return (
             f"refresh it before this event: drop no refresh of {self.resource}, or, if the engine writes it itself, "
             f"publish({self.resource!r}, tensor, domain={str(self.domain).upper()})"
+        )
+
+    @property
+    def _remedy_in_a_recording(self) -> str:
+        if self.recording == "shared":
+            return f"give {self.resource} a twin (declare it a Table), or run this phase eagerly"
+        if self.recording == "baked":
+            return "run the phase once with this batch before the recording: what is baked in must be there, and true"
+        return (
+            f"let the graph mend it: write it there and publish({self.resource!r}, tensor) before this event, or "
+            'declare refreshed_by="graph"; a recording refreshes nothing from the host'
         )
 
 
@@ -252,10 +272,12 @@ class GraphContractBroken(IllegalTransition):
     Attributes:
         key: the graph's key.
         broken: one line for each (resource, domain) or bound that differs.
+        resources: (resource, domain) of each that has another address, shape, stride, dtype or value.
     """
 
     key: Any = field(default=None, kw_only=True)
     broken: tuple[str, ...] = field(default=(), kw_only=True)
+    resources: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
 
     def reasons(self) -> tuple[str, ...]:
         return (

@@ -36,7 +36,7 @@ from specfsm.states.resource import Saved, bits
 from specfsm.states.table import Move, Requirement
 from specfsm.switch import Carried, Switch
 from specfsm.trace import Trace, Work
-from specfsm.verify import Check, mutation, require_contract, require_untampered, staleness
+from specfsm.verify import Check, mutation, no_recording, require_contract, require_untampered, staleness
 
 __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 
@@ -281,6 +281,8 @@ class Orchestrator:
         """
         if not isinstance(graph, Graph):
             raise TypeError(f"draft_replay needs a graph that `record` made, not {graph!r}")
+        if self.recording is not None and get_ident() == self._thread:
+            raise no_recording(self, "draft_replay", graph.key)
         opened = self.machine.state not in DRAFT_PHASES
         current = self.switch.target.batch if opened else self.switch.draft.batch
         self._fire("draft_replay", self.switch.draft, current if batch is None else batch, graph)
@@ -303,7 +305,7 @@ class Orchestrator:
             StaleResource: from an event in the block, when a value that would be baked in is stale: warm up first.
         """
         if self.recording is not None or self.machine.state in DRAFT_PHASES:
-            raise _no_recording(self.machine.state, key, self.recording)
+            raise no_recording(self, "record", key)
         graph = graph or Graph(key, max_len=max_len)
         self._ask("record", self.switch.target.batch, graph)
         graph.record()
@@ -417,7 +419,10 @@ class Orchestrator:
         place = self.ledger.index[self.backend.resource(resource).name]
         kind = self.backend.resources[place]
         if not kind.lazy:
-            raise TypeError(f"{resource} is a {kind.kind}; only a Plan or a Cache can be invalidated")
+            raise TypeError(
+                f"{resource} is a {kind.kind}; only a Plan or a Cache can be invalidated: "
+                f"call dirty({resource!r}) to have it refreshed"
+            )
         for each in self.bindings:
             each.values[place] = None
             self.ledger.unbind(each.domain, 1 << place)
@@ -467,7 +472,10 @@ class Orchestrator:
         declared = self.backend.resource(resource)
         binding = self.switch.active if domain is None else self.bindings[domain]
         if binding.domain not in declared.domains:
-            raise KeyError(f"{resource} does not exist in the {binding.domain}'s cache")
+            declared_in = ", ".join(str(each) for each in declared.domains)
+            raise KeyError(
+                f"{resource} does not exist in the {binding.domain}'s cache: it is declared for {declared_in}"
+            )
         return binding, self.ledger.index[resource]
 
     # The protocol.
@@ -816,15 +824,6 @@ def _recorded(row: _Row) -> _Row:
     return evolve(row, path=RECORDING) if row.refreshes else row
 
 
-def _no_recording(state: Phase, key: Hashable, under_way: Graph | None) -> IllegalTransition:
-    """A recording begins outside of the draft phase, and one at a time."""
-    if under_way is not None:
-        why, mend = f"graph {under_way.key} is being recorded", "end that recording first"
-    else:
-        why, mend = "the draft phase is active", "restore() first; the recording enters the phase by itself"
-    return IllegalTransition(state, "record", legal=PHASE.legal(state), subject=f"graph {key}", why=why, mend=mend)
-
-
 MANAGER_NEEDS = ("geometry", "generation", "blocks_version", "host_block_offsets", "pool_pointers", "arrange")
 
 
@@ -873,10 +872,13 @@ def _require_geometry(binding: Binding) -> None:
 
 def _require_room(event: str, batch: Batch | None, binding: Binding) -> None:
     if batch is None:
-        raise ValueError(f"{event} needs a batch: there was none before it")
+        raise ValueError(f"{event} needs a batch: there was none before it, so pass the one that the phase runs")
     limit = binding.view.axes["S"]
     if len(batch) > limit:
-        raise ValueError(f"{event}: a batch of {len(batch)} requests does not fit the {limit} rows of the buffers")
+        raise ValueError(
+            f"{event}: a batch of {len(batch)} requests does not fit the {limit} rows of the buffers: split it, "
+            "or allocate them for more (Sizes.max_sequences) and build another Orchestrator"
+        )
 
 
 def _require_bound(resource: str, binding: Binding, place: int, value: Any) -> None:

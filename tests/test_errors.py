@@ -22,7 +22,7 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
     "InvalidTable": (
         errors.InvalidTable("phase", ("IDLE has 2 rows",)),
         ValueError,
-        ["the phase table is not a machine", "IDLE has 2 rows"],
+        ["the phase machine cannot be built as declared", "IDLE has 2 rows"],
     ),
     "IncompleteBackend": (
         errors.IncompleteBackend("toy", ("rows has 0 writers",)),

@@ -144,7 +144,7 @@ class StagingBuffer:
         self.resource = resource
         self.tensor = tensor
         self.side = side
-        self.machine = Compiled(TRANSFER)
+        self.machine = Compiled(TRANSFER, subject=f"the staging buffer of {resource}")
         self.flight: Flight | None = None
 
     def fill(self) -> torch.Tensor:

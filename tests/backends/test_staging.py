@@ -204,7 +204,7 @@ def test_waiting_lands_exactly_what_was_waited_for(landed: bool) -> None:
 
 
 def test_an_armed_event_takes_no_further_copy() -> None:
-    """SGLang #31072: nothing joins a flight that has departed, and its event is not armed again, until it has landed."""
+    """SGLang #31072: until it has landed nothing joins a flight that has departed, nor is its event armed again."""
     clock = Clock()
     flight, first, second = Flight(clock.event()), buffer(), buffer()
     first.fill()
