@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, field, fields
 
 if TYPE_CHECKING:
     from typing import Self
@@ -52,7 +52,7 @@ class InvalidTable(SpecFSMError, ValueError):
     offenders: tuple[str, ...]
 
     def __str__(self) -> str:
-        return _lines(f"the {self.table} table is not a machine", self.offenders)
+        return _lines(f"the {self.table} machine cannot be built as declared", self.offenders)
 
 
 @define(auto_exc=True, eq=False)
@@ -82,17 +82,26 @@ class UnknownMetadata(SpecFSMError, TypeError):
 class IllegalTransition(SpecFSMError, RuntimeError):
     """An event was refused. State, metadata and stamps are as they were.
 
+    Raised itself, not as one of its subclasses, where the table has no such row, and where a contract of the engine
+    refuses without saying more.
+
     Attributes:
         state: the state the machine is (still) in.
         event: the event that was refused.
         to: the state it would have led to; None where the table has no such row.
-        legal: the events that the state accepts.
+        legal: the events that the state accepts; None where that is not the reason.
+        subject: what the event was fired for: a resource with its domain, a graph; empty where nothing needs naming.
+        why: what stands against it, beside the table.
+        mend: what would mend it.
     """
 
     state: Enum
     event: str
     to: Enum | None = None
-    legal: tuple[str, ...] = field(default=(), kw_only=True)
+    legal: tuple[str, ...] | None = field(default=None, kw_only=True)
+    subject: str = field(default="", kw_only=True)
+    why: str = field(default="", kw_only=True)
+    mend: str = field(default="", kw_only=True)
 
     @property
     def arrow(self) -> str:
@@ -100,11 +109,23 @@ class IllegalTransition(SpecFSMError, RuntimeError):
 
     def reasons(self) -> tuple[str, ...]:
         """What was found, one fact a line, then what would mend it."""
-        expected = ", ".join(self.legal) or "nothing: the state has no exits"
-        return (f"{self.state.name} accepts {expected}",)
+        subject, mend = self.subject and f"{self.subject}: ", self.mend
+        if self.why:
+            cause = self.why
+        elif self.legal is None:
+            cause = "a contract refused it and gave no reason"
+            mend = mend or "let the contract raise a subclass of IllegalTransition whose reasons() say why"
+        else:
+            cause = f"{self.state.name} accepts {', '.join(self.legal) or 'nothing: the state has no exits'}"
+            mend = mend or ("fire one of these first; the trace tells what led here" if self.legal else "")
+        return (f"{subject}{cause}", *((f"to mend: {mend}",) if mend else ()))
 
     def __str__(self) -> str:
         return _lines(self.arrow, self.reasons())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied by its facts, so that an engine's worker can send it to whoever decides."""
+        return _raised, (type(self), {each.name: getattr(self, each.name) for each in fields(type(self))})
 
 
 @define(auto_exc=True, eq=False)
@@ -139,7 +160,8 @@ class WrongThread(IllegalTransition):
     def reasons(self) -> tuple[str, ...]:
         return (
             f"thread {self.caller!r} fired it, but thread {self.owner!r} drives this orchestrator",
-            "one metadata object serves one cache at a time: use one thread, or hand it over with fsm.adopt() in IDLE",
+            "one metadata object serves one cache at a time",
+            "to mend: use one thread, or hand it over with fsm.adopt() in IDLE",
         )
 
 
@@ -153,6 +175,9 @@ class StaleResource(IllegalTransition):
         never: it was never refreshed at all.
         misbound: the metadata still carries the other cache's value.
         tampered: "written" or "rebound" without the machine being told (check level "tensors").
+        recording: empty, or why a graph that is being recorded cannot hold it: "shared" (one buffer for both caches),
+            "baked" (a Python value that is not there yet, or no longer true), "inside" (what goes stale within a
+            recording only the graph can mend).
         resources: every stale resource, this one first.
     """
 
@@ -163,6 +188,7 @@ class StaleResource(IllegalTransition):
     never: bool = field(default=False, kw_only=True)
     misbound: bool = field(default=False, kw_only=True)
     tampered: str = field(default="", kw_only=True)
+    recording: str = field(default="", kw_only=True)
     resources: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
@@ -173,6 +199,8 @@ class StaleResource(IllegalTransition):
     def cause(self) -> str:
         if self.tampered:
             return f"was {self.tampered} behind the machine's back since its last refresh"
+        if self.recording == "shared":
+            return "is one buffer for both caches: a recording can neither save it nor give it back"
         if self.misbound:
             return "still holds the other cache's value: its switch did not happen"
         if self.never:
@@ -189,11 +217,24 @@ class StaleResource(IllegalTransition):
     def remedy(self) -> str:
         if self.tampered:
             return f"declare it: dirty({self.resource!r}) for an edit, publish for a refresh, bind for another buffer"
+        if self.recording:
+            return self._remedy_in_a_recording
         if self.misbound:
             return f"let the transition switch {self.resource}; do not drop its action"
         return (
             f"refresh it before this event: drop no refresh of {self.resource}, or, if the engine writes it itself, "
             f"publish({self.resource!r}, tensor, domain={str(self.domain).upper()})"
+        )
+
+    @property
+    def _remedy_in_a_recording(self) -> str:
+        if self.recording == "shared":
+            return f"give {self.resource} a twin (declare it a Table), or run this phase eagerly"
+        if self.recording == "baked":
+            return "run the phase once with this batch before the recording: what is baked in must be there, and true"
+        return (
+            f"let the graph mend it: write it there and publish({self.resource!r}, tensor) before this event, or "
+            'declare refreshed_by="graph"; a recording refreshes nothing from the host'
         )
 
 
@@ -305,10 +346,12 @@ class GraphContractBroken(IllegalTransition):
     Attributes:
         key: the graph's key.
         broken: one line for each (resource, domain) or bound that differs.
+        resources: (resource, domain) of each that has another address, shape, stride, dtype or value.
     """
 
     key: Any = field(default=None, kw_only=True)
     broken: tuple[str, ...] = field(default=(), kw_only=True)
+    resources: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
 
     def reasons(self) -> tuple[str, ...]:
         return (
@@ -319,11 +362,23 @@ class GraphContractBroken(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class PendingTransfer(IllegalTransition):
-    """A staging buffer was written, or read back, while its copy is in flight."""
+    """A staging buffer was written, or its event armed again, while its copy is in flight.
+
+    Raised by code that drives a `StagingBuffer` or a `Flight` itself; the machine's own refreshes wait instead.
+
+    Attributes:
+        resource: whom the buffer serves.
+    """
 
     resource: str = field(default="", kw_only=True)
 
     def reasons(self) -> tuple[str, ...]:
+        if self.event in ("depart", "submit"):
+            return (
+                f"the event behind the copy of {self.resource} was armed already, and the copy has not landed",
+                "armed again, or counted on for a later copy, it would tell whoever waits of the wrong one",
+                "to mend: take another flight for what is copied next, or wait for this one",
+            )
         return (
             f"the staging buffer of {self.resource} still feeds a copy that has not landed",
             "writing it now would change what the device receives",
@@ -568,8 +623,15 @@ class RestoreFailed(SpecFSMError, ExceptionGroup):
 
     event: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RestoreFailed, (self.event, list(self.exceptions))
+
     def derive(self, excs: Sequence[Exception]) -> RestoreFailed:  # type: ignore[override]  # a group of Exceptions
         return RestoreFailed(self.event, excs)
+
+
+def _raised(kind: type[IllegalTransition], facts: dict[str, Any]) -> IllegalTransition:
+    return kind(**facts)
 
 
 def _lines(head: str, facts: Sequence[str]) -> str:

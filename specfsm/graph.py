@@ -99,7 +99,7 @@ class Graph:
     def __init__(self, key: Hashable, *, max_len: int | None = None) -> None:
         self.key = key
         self.max_len = max_len
-        self.machine = Compiled(GRAPH)
+        self.machine = Compiled(GRAPH, subject=f"graph {key}")
         self._clear()
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ from specfsm.states.table import Move, Requirement
 from specfsm.switch import Carried, Switch
 from specfsm.trace import Trace, Work
 from specfsm.validation import Mode, Validation
-from specfsm.verify import Check, mutation, require_contract, require_untampered, staleness
+from specfsm.verify import Check, mutation, no_recording, require_contract, require_untampered, staleness
 
 __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 
@@ -304,6 +304,8 @@ class Orchestrator:
         """
         if not isinstance(graph, Graph):
             raise TypeError(f"draft_replay needs a graph that `record` made, not {graph!r}")
+        if self.recording is not None and get_ident() == self._thread:
+            raise no_recording(self, "draft_replay", graph.key)
         opened = self.machine.state not in DRAFT_PHASES
         current = self.switch.target.batch if opened else self.switch.draft.batch
         self._fire("draft_replay", self.switch.draft, current if batch is None else batch, graph)
@@ -326,7 +328,7 @@ class Orchestrator:
             StaleResource: from an event in the block, when a value that would be baked in is stale: warm up first.
         """
         if self.recording is not None or self.machine.state in DRAFT_PHASES:
-            raise IllegalTransition(self.machine.state, "record", legal=PHASE.legal(self.machine.state))
+            raise no_recording(self, "record", key)
         graph = graph or Graph(key, max_len=max_len)
         self._ask("record", self.switch.target.batch, graph)
         graph.record()
@@ -382,8 +384,14 @@ class Orchestrator:
     def adopt(self) -> None:
         """Let the calling thread drive from now on. Only in IDLE: elsewhere a phase is half way."""
         if self.machine.state is not Phase.IDLE:
-            raise IllegalTransition(self.machine.state, "adopt", legal=PHASE.legal(self.machine.state))
-        self._owner = threading.current_thread()
+            raise IllegalTransition(
+                self.machine.state,
+                "adopt",
+                legal=PHASE.legal(self.machine.state),
+                why=f"the phase {self.machine.state.name} is half way, and thread {self._owner.name!r} drives it",
+                mend="let that thread come to IDLE first (restore, finish), then adopt",
+            )
+        self._owner: threading.Thread = threading.current_thread()
         self._thread = get_ident()
 
     # What the engine reports.
@@ -452,7 +460,10 @@ class Orchestrator:
         place = self.ledger.index[self.backend.resource(resource).name]
         kind = self.backend.resources[place]
         if not kind.lazy:
-            raise TypeError(f"{resource} is a {kind.kind}; only a Plan or a Cache can be invalidated")
+            raise TypeError(
+                f"{resource} is a {kind.kind}; only a Plan or a Cache can be invalidated: "
+                f"call dirty({resource!r}) to have it refreshed"
+            )
         for each in self.bindings:
             each.values[place] = None
             self.ledger.unbind(each.domain, 1 << place)
@@ -464,9 +475,15 @@ class Orchestrator:
         Raises:
             IllegalTransition: a graph is being recorded: what it captured so far has the old address.
         """
-        if self.recording is not None:
-            raise IllegalTransition(self.machine.state, "bind", legal=PHASE.legal(self.machine.state))
         binding, place = self._place(resource, domain)
+        if self.recording is not None:
+            raise IllegalTransition(
+                self.machine.state,
+                "bind",
+                subject=f"{resource} [{binding.domain}]",
+                why=f"a graph is being recorded ({self.recording.key}), and has the old address already",
+                mend="bind it before the recording, and let it live as long as the graph",
+            )
         # A shared buffer is one: whichever domain binds it, both hold the new one.
         shared = isinstance(self.backend.resources[place], Shared)
         for each in dict.fromkeys(self.bindings) if shared else (binding,):
@@ -497,7 +514,10 @@ class Orchestrator:
         declared = self.backend.resource(resource)
         binding = self.switch.active if domain is None else self.bindings[domain]
         if binding.domain not in declared.domains:
-            raise KeyError(f"{resource} does not exist in the {binding.domain}'s cache")
+            declared_in = ", ".join(str(each) for each in declared.domains)
+            raise KeyError(
+                f"{resource} does not exist in the {binding.domain}'s cache: it is declared for {declared_in}"
+            )
         return binding, self.ledger.index[resource]
 
     # The protocol.
@@ -904,10 +924,13 @@ def _require_geometry(binding: Binding) -> None:
 
 def _require_room(event: str, batch: Batch | None, binding: Binding) -> None:
     if batch is None:
-        raise ValueError(f"{event} needs a batch: there was none before it")
+        raise ValueError(f"{event} needs a batch: there was none before it, so pass the one that the phase runs")
     limit = binding.view.axes["S"]
     if batch.rows > limit:
-        raise ValueError(f"{event}: a batch of {batch.rows} rows does not fit the {limit} rows of the buffers")
+        raise ValueError(
+            f"{event}: a batch of {batch.rows} rows does not fit the {limit} rows of the buffers: split it, "
+            "or allocate them for more (Sizes.max_sequences) and build another Orchestrator"
+        )
 
 
 def _require_bound(resource: str, binding: Binding, place: int, value: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from specfsm.backends.resource import Buffer
-from specfsm.errors import GraphContractBroken, RefreshDeclined, StaleResource, TargetMutated
+from specfsm.backends.resource import Buffer, Resource, Shared
+from specfsm.errors import GraphContractBroken, IllegalTransition, RefreshDeclined, StaleResource, TargetMutated
 from specfsm.states.phase import Phase
 from specfsm.states.resource import bits
 
@@ -54,9 +54,28 @@ def staleness(fsm: Orchestrator, move: Move, binding: Binding, stale: int, missi
         domain=domain,
         moved=ledger.moved(domain, name),
         never=ledger.stamps[domain][place] is None,
-        misbound=bool(missing),
+        misbound=bool(missing) and fsm.recording is None,
+        recording="" if fsm.recording is None else _unrecordable(fsm.backend.resources[place]),
         resources=tuple(ledger.names[each] for each in bits(stale | missing)),
     )
+
+
+def _unrecordable(resource: Resource) -> str:
+    """Why a recording cannot hold a resource that is stale in it; see `StaleResource.recording`."""
+    if isinstance(resource, Shared):
+        return "shared"
+    return "inside" if isinstance(resource, Buffer) else "baked"
+
+
+def no_recording(fsm: Orchestrator, event: str, key: Any) -> IllegalTransition:
+    """The error for a recording or a replay that cannot begin here: graphs are recorded one at a time, from outside of
+    the draft phase, and hold no replay."""
+    if fsm.recording is None:
+        why, mend = "the draft phase is active", "restore() first; the recording enters the phase by itself"
+    else:
+        why = f"graph {fsm.recording.key} is being recorded"
+        mend = "end that recording first: a graph holds no other graph"
+    return IllegalTransition(fsm.state, event, subject=f"graph {key}", why=why, mend=mend)
 
 
 def _explained(fsm: Orchestrator, place: int, mask: int) -> bool:
@@ -75,7 +94,9 @@ def require_contract(fsm: Orchestrator, move: Move, graph: Graph, batch: Batch |
     assert batch is not None, "a batch is required before contracts are asked"
     broken = tuple(graph.breaches(fsm.bindings, batch))
     if broken:
-        raise GraphContractBroken(fsm.state, move.event, move.to, key=graph.key, broken=broken)
+        elsewhere = [each for each in graph.baked if each.differs(fsm.bindings[each.domain])]
+        resources = tuple((fsm.ledger.names[each.place], each.domain) for each in elsewhere)
+        raise GraphContractBroken(fsm.state, move.event, move.to, key=graph.key, broken=broken, resources=resources)
 
 
 def require_untampered(fsm: Orchestrator, move: Move, entered: Binding) -> None:

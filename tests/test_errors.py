@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
     "InvalidTable": (
         errors.InvalidTable("phase", ("IDLE has 2 rows",)),
         ValueError,
-        ["the phase table is not a machine", "IDLE has 2 rows"],
+        ["the phase machine cannot be built as declared", "IDLE has 2 rows"],
     ),
     "IncompleteBackend": (
         errors.IncompleteBackend("toy", ("rows has 0 writers",)),
@@ -236,7 +238,21 @@ def test_padded_row_has_words_of_its_own() -> None:
 
 
 def test_state_without_exits_accepts_nothing() -> None:
-    assert "IDLE accepts nothing: the state has no exits" in str(errors.IllegalTransition(Phase.IDLE, "restore"))
+    error = errors.IllegalTransition(Phase.IDLE, "restore", legal=())
+    assert str(error).endswith("IDLE accepts nothing: the state has no exits")
+
+
+def test_a_contract_without_a_reason_is_named_as_such() -> None:
+    """The row is there, so what the state accepts is not the news."""
+    text = str(errors.IllegalTransition(*HERE))
+    assert "a contract refused it and gave no reason" in text
+    assert "to mend: let the contract raise a subclass" in text
+    assert "accepts" not in text
+
+
+def test_subject_reason_and_remedy_are_told() -> None:
+    error = errors.IllegalTransition(*HERE, subject="rows [draft]", why="too late", mend="be early", legal=("finish",))
+    assert str(error).splitlines()[1:] == ["  rows [draft]: too late", "  to mend: be early"]
 
 
 def test_failed_restore_splits_like_a_group() -> None:
@@ -246,6 +262,14 @@ def test_failed_restore_splits_like_a_group() -> None:
     assert isinstance(match, errors.RestoreFailed)
     assert isinstance(rest, errors.RestoreFailed)
     assert (match.event, [str(each) for each in match.exceptions]) == ("restore", ["first"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errors_are_sent_to_other_processes_with_their_facts(name: str) -> None:
+    error, _, _ = CASES[name]
+    for sent in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(sent) is type(error)
+        assert (str(sent), repr(sent)) == (str(error), repr(error))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "RestoreFailed"])

@@ -102,15 +102,17 @@ def test_failed_capture_leaves_no_graph(backend: str) -> None:
 
 def test_recording_in_the_draft_phase_or_in_another_is_refused() -> None:
     at = ready("trtllm")
-    with at.fsm.draft_forward(), pytest.raises(IllegalTransition, match="DRAFT_FORWARD --record-->"):
+    with at.fsm.draft_forward(), pytest.raises(IllegalTransition, match="DRAFT_FORWARD --record-->") as caught:
         record(at)
+    assert "graph (3, 2): the draft phase is active" in str(caught.value)
+    assert "to mend: restore() first" in str(caught.value)
     at.prepare(STEADY)
 
     def nest() -> None:
         with at.fsm.record("outer"):
             record(at)
 
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalTransition, match=r"graph \(3, 2\): graph outer is being recorded"):
         nest()
     assert at.fsm.recording is None
 
@@ -123,8 +125,10 @@ def test_replay_while_recording_is_refused() -> None:
         with at.fsm.record("outer"):
             at.fsm.draft_replay(graph)
 
-    with pytest.raises(IllegalTransition, match="--draft_replay-->"):
+    with pytest.raises(IllegalTransition, match="--draft_replay-->") as caught:
         replay()
+    assert "graph (3, 2): graph outer is being recorded" in str(caught.value)
+    assert "accepts" not in str(caught.value), "the table has that row"
 
 
 def test_replay_of_no_graph_is_refused() -> None:
@@ -143,7 +147,10 @@ def test_shared_buffer_cannot_be_recorded() -> None:
     was = snapshot(at.fsm)
     with pytest.raises(StaleResource) as caught:
         record(at)
-    assert caught.value.resource == "counters"
+    error = caught.value
+    assert (error.resource, error.recording, error.misbound) == ("counters", "shared", False)
+    assert "toy.counters [draft] is one buffer for both caches" in str(error)
+    assert "to mend: give counters a twin (declare it a Table), or run this phase eagerly" in str(error)
     assert was.differences(snapshot(at.fsm)) == []
 
 
@@ -177,6 +184,8 @@ def test_refresh_missed_inside_a_graph_is_refused_when_it_is_recorded() -> None:
         steps(at, ())
     assert (caught.value.resource, caught.value.event) == ("kv_lens_cuda", "draft_step")
     assert list(caught.value.moved) == ["lengths"]
+    assert caught.value.recording == "inside"
+    assert "write it there and publish('kv_lens_cuda', tensor) before this event" in str(caught.value)
     assert was.differences(snapshot(at.fsm)) == []
 
 
@@ -186,7 +195,8 @@ def test_value_to_be_baked_in_must_be_fresh() -> None:
     at.prepare(STEADY)
     with pytest.raises(StaleResource) as caught:
         record(at)
-    assert caught.value.resource == "kv_cache_manager"
+    assert (caught.value.resource, caught.value.recording) == ("kv_cache_manager", "baked")
+    assert "to mend: run the phase once with this batch before the recording" in str(caught.value)
 
 
 # Replays.
@@ -326,6 +336,9 @@ def test_replay_on_other_terms_is_refused(breach: str) -> None:
     assert caught.value.key == (3, 2)
     assert any(re.search(line, broken) for broken in caught.value.broken), caught.value.broken
     assert "graph (3, 2): " in str(caught.value)
+    elsewhere = {re.sub(r" \[.*", "", each) for each in caught.value.broken if " was recorded as " in each}
+    elsewhere |= {"kv_lens_cuda"} if breach == "a buffer bound elsewhere" else set()
+    assert {*caught.value.resources} == {(name, DRAFT) for name in elsewhere}
     assert was.differences(snapshot(at.fsm)) == []
 
 
@@ -479,8 +492,9 @@ def test_nothing_is_bound_while_a_graph_is_recorded() -> None:
         with at.fsm.record("moving"), at.fsm.draft_forward(STEADY):
             at.fsm.bind("kv_lens_cuda", torch.zeros(5, dtype=torch.int32))
 
-    with pytest.raises(IllegalTransition, match="--bind-->"):
+    with pytest.raises(IllegalTransition, match="--bind-->") as caught:
         bind()
+    assert "kv_lens_cuda [draft]: a graph is being recorded (moving)" in str(caught.value)
     assert at.fsm.value("kv_lens_cuda", DRAFT) is held
 
 

@@ -182,6 +182,8 @@ def test_adopting_half_way_is_refused() -> None:
     at = reach(Phase.DRAFT_FORWARD)
     [error] = in_thread("worker", at.fsm.adopt)
     assert isinstance(error, IllegalTransition)
+    assert f"DRAFT_FORWARD is half way, and thread {threading.current_thread().name!r} drives it" in str(error)
+    assert "to mend: let that thread come to IDLE first" in str(error)
     at.fsm.restore()
 
 

@@ -229,20 +229,20 @@ def backend_for(metadata: Any) -> Backend:
 def _names_are_unique(backend: Backend) -> Iterator[str]:
     for name, count in Counter(resource.name for resource in backend.resources).items():
         if count > 1:
-            yield f"{name} is declared {count} times"
+            yield f"{name} is declared {count} times: give each resource a name of its own"
         if name in backend.inputs:
-            yield f"{name} is an input's name too"
+            yield f"{name} is an input's name too: rename one of them"
 
 
 def _attributes_are_unique(backend: Backend) -> Iterator[str]:
-    carried: list[str] = []
+    carried: dict[str, list[str]] = {}
     for resource in backend.resources:
-        carried += resource.attributes
-        if isinstance(resource, Table) and resource.twin is not None:
-            carried.append(resource.twin)
-    for attribute, count in Counter(carried).items():
-        if count > 1:
-            yield f"the attribute {attribute} carries {count} resources"
+        twin = resource.twin if isinstance(resource, Table) else None
+        for attribute in (*resource.attributes, *filter(None, (twin,))):
+            carried.setdefault(attribute, []).append(resource.name)
+    for attribute, names in carried.items():
+        if len(names) > 1:
+            yield f"the attribute {attribute} carries {len(names)} resources ({', '.join(names)}): give each its own"
 
 
 def _attributes_are_names(backend: Backend) -> Iterator[str]:
@@ -281,7 +281,7 @@ def _reads_exist(backend: Backend) -> Iterator[str]:
 def _something_is_read(backend: Backend) -> Iterator[str]:
     for resource in backend.resources:
         if not resource.reads and not isinstance(resource, Alias):
-            yield f"{resource.name} reads nothing, so nothing could ever make it stale"
+            yield f"{resource.name} reads nothing, so nothing could ever make it stale: name what it is derived from"
 
 
 def _buffers_have_one_writer(backend: Backend) -> Iterator[str]:
@@ -321,7 +321,7 @@ def _recipes_read_what_they_declare(backend: Backend) -> Iterator[str]:
         if isinstance(resource, Buffer) and resource.recipe is not None:
             for operand in resource.recipe.reads:
                 if operand not in resource.reads:
-                    yield f"{resource.name}'s recipe uses {operand}, which it does not declare in reads"
+                    yield f"{resource.name}'s recipe uses {operand}, which it does not declare in reads: add it there"
 
 
 def _address_spaces_agree(backend: Backend) -> Iterator[str]:

@@ -67,17 +67,31 @@ class Flight:
 
     Attributes:
         buffers: the sources of those copies, until they have landed.
+        departed: whether the event is armed behind them.
     """
 
-    __slots__ = ("buffers", "event")
+    __slots__ = ("buffers", "departed", "event")
 
     def __init__(self, event: Event) -> None:
         self.event = event
         self.buffers: list[StagingBuffer] = []
+        self.departed = False
 
     def depart(self) -> None:
-        """Arm the event behind the copies that were enqueued."""
+        """Arm the event behind the copies that were enqueued.
+
+        Raises:
+            PendingTransfer: it is armed, and what it guards has not landed: it would tell of other copies.
+        """
+        self.require_free("depart")
         self.event.record()
+        self.departed = bool(self.buffers)
+
+    def require_free(self, event: str) -> None:
+        """Refuse `event` while the event is armed behind copies that have not landed."""
+        if self.departed:
+            state, first = Transfer.IN_FLIGHT, self.buffers[0]
+            raise PendingTransfer(state, event, legal=TRANSFER.legal(state), resource=first.resource)
 
     def poll(self) -> bool:
         """Whether the copies are done; if so, every buffer has landed."""
@@ -86,6 +100,7 @@ class Flight:
         for buffer in self.buffers:
             buffer.machine.fire("land")
         self.buffers.clear()
+        self.departed = False
         return True
 
     def wait(self) -> None:
@@ -131,7 +146,7 @@ class StagingBuffer:
         self.resource = resource
         self.tensor = tensor
         self.note: Any = None
-        self.machine = Compiled(TRANSFER)
+        self.machine = Compiled(TRANSFER, subject=f"the staging buffer of {resource}")
         self.flight: Flight | None = None
 
     def fill(self) -> torch.Tensor:
@@ -148,7 +163,13 @@ class StagingBuffer:
         return self.tensor
 
     def submit(self, flight: Flight) -> None:
-        """Its copy was enqueued: `flight`, which departs next, guards it."""
+        """Its copy was enqueued: `flight`, which departs next, guards it.
+
+        Raises:
+            PendingTransfer: the flight has departed: its event was armed before this copy.
+        """
+        if flight.departed:
+            flight.require_free("submit")
         self.machine.fire("submit")
         self.flight = flight
         flight.buffers.append(self)

@@ -7,7 +7,8 @@ features these machines forbid (guards, queues, conditions). So the machine, cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
@@ -83,12 +84,18 @@ def _check_observer(table: Table, observer: object) -> None:
     known = {f"{hook}_{state.value}" for state in table.states for hook in ("on_enter", "on_exit")}
     known |= {f"{hook}_{event}" for event in table.events for hook in ("before", "after")}
     strays = [
-        f"{type(observer).__name__}.{name} fits no state or event; did you mean one of {', '.join(sorted(known))}?"
+        f"{type(observer).__name__}.{name} fits no state or event; did you mean one of {_alike(name, known)}?"
         for name in dir(observer)
         if name.startswith(tuple(f"{hook}_" for hook in HOOKS)) and name not in known
     ]
     if strays:
         raise InvalidTable(table.name, tuple(strays))
+
+
+def _alike(name: str, known: Iterable[str]) -> str:
+    """The names that come closest; all, if none comes close."""
+    names = sorted(known)
+    return ", ".join(get_close_matches(name, names) or names)
 
 
 def compile_machine(machine: Machine, table: Table) -> dict[tuple[States, str], Arc]:
@@ -150,12 +157,17 @@ def _resolve(machine: Machine, hook: str | Callback) -> Callback:
 
 
 class Compiled:
-    """A running machine over one table: `fire` an event, or be refused with `IllegalTransition` and no change."""
+    """A running machine over one table: `fire` an event, or be refused with `IllegalTransition` and no change.
 
-    __slots__ = ("arcs", "state", "table")
+    Args:
+        subject: whose state it is, for errors.
+    """
 
-    def __init__(self, table: Table, arcs: dict[tuple[States, str], Arc] | None = None) -> None:
+    __slots__ = ("arcs", "state", "subject", "table")
+
+    def __init__(self, table: Table, arcs: dict[tuple[States, str], Arc] | None = None, subject: str = "") -> None:
         self.table = table
+        self.subject = subject
         self.arcs = arcs if arcs is not None else {(state, move.event): Arc(move) for state, move in table.moves()}
         self.state: Any = table.initial
 
@@ -163,7 +175,7 @@ class Compiled:
         """The row of `event` in this state, asked before any side effect."""
         arc = self.arcs.get((self.state, event))
         if arc is None:
-            raise IllegalTransition(self.state, event, legal=self.table.legal(self.state))
+            raise IllegalTransition(self.state, event, legal=self.table.legal(self.state), subject=self.subject)
         return arc
 
     def fire(self, event: str) -> Any:

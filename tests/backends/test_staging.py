@@ -203,6 +203,24 @@ def test_waiting_lands_exactly_what_was_waited_for(landed: bool) -> None:
     assert (ring.waits, [event.waited for event in clock.events]) == ((0, [0, 0]) if landed else (1, [1, 0]))
 
 
+def test_an_armed_event_takes_no_further_copy() -> None:
+    """SGLang #31072: until it has landed nothing joins a flight that has departed, nor is its event armed again."""
+    clock = Clock()
+    flight, first, second = Flight(clock.event()), buffer(), buffer()
+    first.fill()
+    send(torch.zeros(3, dtype=torch.int32), flight, first)
+    second.fill()
+    for refused in (lambda: second.submit(flight), flight.depart):
+        with pytest.raises(PendingTransfer, match="the event behind the copy of rows was armed already"):
+            refused()
+        assert (second.machine.state, second.flight, clock.events[0].due) == (Transfer.FILLING, None, 1)
+    clock.now += 1
+    assert flight.poll()
+    second.submit(flight)
+    flight.depart()
+    assert clock.events[0].due == 2
+
+
 def test_copies_within_the_host_land_at_once() -> None:
     ring = StagingRing("rows", (3,), torch.int32, CPU)
     staged = ring.take(0)

@@ -104,6 +104,23 @@ def test_observer_with_a_mistyped_hook_is_refused(stray: str) -> None:
         build(PHASE, observer)
 
 
+def test_a_mistyped_hook_is_told_what_comes_close() -> None:
+    observer = type("Observer", (), {"on_enter_draft_foward": lambda self: None, "after_": lambda self: None})()
+    with pytest.raises(InvalidTable) as caught:
+        build(PHASE, observer)
+    first, second = caught.value.offenders
+    assert first.startswith("Observer.after_ fits no state or event; did you mean one of after_")
+    assert "did you mean one of on_enter_draft_forward, " in second
+    assert "fault" not in second
+
+
+def test_a_machine_says_whose_state_it_is() -> None:
+    with pytest.raises(IllegalTransition) as caught:
+        Compiled(PHASE, subject="the seventh").fire("restore")
+    assert caught.value.subject == "the seventh"
+    assert "the seventh: IDLE accepts target_prepare, fault" in str(caught.value)
+
+
 def test_observer_may_have_other_methods() -> None:
     """Only names that look like hooks are held to the table."""
     observer = type("Observer", (), {"report": lambda self: None, "on_enter_idle": lambda self: None})()

@@ -85,7 +85,7 @@ def test_broken_table_is_refused(rule: str) -> None:
         Table("lamp", Lamp.OFF, rows, terminal)
     assert offence in caught.value.offenders
     assert offence in str(caught.value)
-    assert "the lamp table is not a machine" in str(caught.value)
+    assert "the lamp machine cannot be built as declared" in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
