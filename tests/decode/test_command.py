@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from specfsm.cli import main
 from specfsm.decode import loop, verify, weights
 from specfsm.decode.attention import FLAVOURS
+from specfsm.decode.loop import DecodeLoop
 from specfsm.decode.training.tiny import tiny_target
 from specfsm.domain import Domain
 from tests.decode.conftest import llama
@@ -214,6 +216,25 @@ def test_break_as_json(decode: Decode, capsys: Capture) -> None:
     facts = json.loads(out)
     assert facts["refused"] == "StaleResource"
     assert facts["message"] in err
+
+
+def test_contents_are_checked_and_what_is_stale_poisoned(
+    decode: Decode, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is the same; the machine was built so."""
+    assert decode("hello", "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    made: list[Any] = []
+    build = DecodeLoop._machine
+
+    def noted(loop: DecodeLoop, arguments: dict[str, Any]) -> Any:
+        made.append(arguments.copy())
+        return build(loop, arguments)
+
+    monkeypatch.setattr(DecodeLoop, "_machine", noted)
+    assert decode("hello", "--json", "--check", "contents", "--poison") == 0
+    assert json.loads(capsys.readouterr().out)["outputs"] == plain["outputs"]
+    assert (made[0]["check"], made[0]["poison"]) == ("contents", True)
 
 
 @pytest.mark.parametrize(
