@@ -50,7 +50,7 @@ def patch_base(view: DomainView, host: torch.Tensor, note: tuple[int, int] | Non
 def fill_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """Row of the batch → row of the manager's table; -1 in padded rows."""
     if view.geometry.row_order is RowOrder.BATCH:
-        return host.copy_(first_rows(_num_seqs(view), host.shape[0]))
+        return host.copy_(first_rows(len(view.batch) if view.batch is not None else 0, host.shape[0]))
     return host.copy_(pad(view.rows(), host.shape[0], -1))
 
 

@@ -24,7 +24,7 @@ class OutputInTheGraphsPool(Case):
             return buffer
 
         output = Table("attention_output", reads=("batch",), dtype="float32", shape=("T", 8), refresh=keep)
-        lens = Table("kv_lens", reads=("lengths",), dtype="int32", shape=("S",), refresh=keep)
+        lens = Table("kv_lens", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=keep)
         engine = Engine(Backend("attention", (lens, output)))
         engine.fsm.target_prepare(engine.batch())
         return engine

@@ -82,7 +82,14 @@ class TwoPredicatesOfStaleness(Case):
 
     def engine(self) -> Engine:
         """One step with a plan, then another with longer requests, for which the owner sees no need of a new one."""
-        lens = Table("kv_lens", reads=("lengths",), dtype="int32", shape=("S",), refresh=lambda _, buffer: buffer)
+        lens = Table(
+            "kv_lens",
+            reads=("batch", "lengths"),
+            dtype="int32",
+            shape=("S",),
+            sentinel=0,
+            refresh=lambda _, buffer: buffer,
+        )
         engine = Engine(Backend("planned", (lens, Plan("plan", reads=("batch", "lengths")))), guard=True)
         engine.write(engine.batch(length=8), TARGET, "kv_lens")
         engine.fsm.publish("plan", "for 8 tokens")

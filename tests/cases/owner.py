@@ -93,7 +93,14 @@ class HeadCountOfTheTarget(Case):
             "builder",
             (
                 Pointer("num_heads", reads=("manager",), of=lambda view: view.geometry.num_kv_heads),
-                Table("seq_lens", reads=("lengths",), dtype="int32", shape=("S",), refresh=lambda _, buffer: buffer),
+                Table(
+                    "seq_lens",
+                    reads=("batch", "lengths"),
+                    dtype="int32",
+                    shape=("S",),
+                    sentinel=0,
+                    refresh=lambda _, buffer: buffer,
+                ),
             ),
         )
         engine = Engine(backend, guard=True)

@@ -21,8 +21,10 @@ def split(view: Any, buffer: torch.Tensor) -> torch.Tensor:
 
 def planned() -> Backend:
     """Lengths, and a plan that the host makes from them into a buffer that the kernel reads."""
-    lens = Table("kv_lens", reads=("lengths",), dtype="int32", shape=("S",), refresh=lambda _, buffer: buffer)
-    plan = Table("plan", reads=("blocks", "lengths"), dtype="int32", shape=("S",), refresh=split)
+    lens = Table(
+        "kv_lens", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=lambda _, buffer: buffer
+    )
+    plan = Table("plan", reads=("batch", "blocks", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=split)
     return Backend("flashinfer", (lens, plan))
 
 
