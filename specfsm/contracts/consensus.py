@@ -145,7 +145,7 @@ class Consensus:
             step,
             event,
             "" if fsm.asked is None else key_in_words(fsm.asked.key),
-            0 if batch is None else len(batch),
+            0 if batch is None else batch.rows,
             self.draft_len,
         )
         self._decide(vote, fsm.state, move.to if move else None)

@@ -7,21 +7,53 @@ slots only.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field
 
 from specfsm.decode.prefix import Prefixes
-from specfsm.domain import Geometry, RowOrder
+from specfsm.domain import NOBODY, SHARED, Geometry, RowOrder
 
-__all__ = ["PagedKVCache", "PoolExhausted"]
+__all__ = ["PagedKVCache", "PoolExhausted", "RowLog"]
 
 SECONDARY = -(2**31)  # bit 31 of an int32: the page lies in the host pool
 
 
 class PoolExhausted(MemoryError):
     """A cache has no page left for what was asked of it."""
+
+
+class RowLog:
+    """Which rows of a table were written, in order; what `specfsm.TrackingKVManager` answers from.
+
+    Args:
+        rows: of the table. Of more than four writes a row the oldest are forgotten.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.capacity = 4 * rows
+        self.first = 0
+        self.written = array("q")
+
+    def write(self, row: int) -> None:
+        self.written.append(row)
+        if len(self.written) > self.capacity:
+            self.write_all()
+
+    def write_all(self) -> None:
+        """Every row was written, or may have been."""
+        self.first += len(self.written) + 1
+        self.written = array("q")
+
+    def since(self, version: int | None) -> tuple[int, torch.Tensor | None]:
+        """(version now, rows written since that one: int64, or None where they are not known)."""
+        now = self.first + len(self.written)
+        if version is None or not self.first <= version <= now:
+            return now, None
+        rows = self.written[version - self.first :]
+        return now, torch.frombuffer(rows, dtype=torch.int64) if rows else torch.empty(0, dtype=torch.int64)
 
 
 @define
@@ -38,7 +70,7 @@ class _Owned:
 
 
 class PagedKVCache:
-    """One domain's KV cache and its manager (`specfsm.KVManager`).
+    """One domain's KV cache and its manager (`specfsm.OwningKVManager`).
 
     Args:
         geometry: page size, pool size, table width, layers, planes, heads, dtype, and how entries are encoded.
@@ -93,7 +125,9 @@ class PagedKVCache:
         self._owned: dict[int, _Owned] = {}
         self._sharers: dict[int, int] = {}  # of each block that several requests hold, how many do beside the first
         self.prefixes = Prefixes()
+        self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._order: tuple[int, ...] = ()
+        self._log = RowLog(max_requests)
         self.may_free: Callable[[int, bool], None] = _anybody
 
     @property
@@ -122,6 +156,11 @@ class PagedKVCache:
         """Tokens that fit the request's pages."""
         return len(self._owned[request].blocks) * self.geometry.tokens_per_block
 
+    def page_owners(self, pool: str) -> torch.Tensor:
+        """The request that holds each slot, see `specfsm.OwningKVManager`: the same in every pool. A view, kept up to
+        date by whatever takes a slot or gives it back."""
+        return torch.frombuffer(self._owners, dtype=torch.int64)
+
     # Assignment. Whatever changes it moves `blocks_version`.
 
     def add(self, request: int) -> None:
@@ -147,15 +186,15 @@ class PagedKVCache:
         if more > self.free_blocks:
             raise PoolExhausted(f"request {request} needs {more} more pages, but {self.free_blocks} are free")
         for _ in range(more):
-            owned.blocks.append(self._take(self._free_slots[0]))
+            owned.blocks.append(self._take(request, self._free_slots[0]))
         if more > 0:
             self._changed(request)
 
-    def _take(self, slot: int, keeps: bool = False) -> int:
-        """A new block in this free slot. Unless it keeps what the slot holds, no prefix is found there any more."""
+    def _take(self, request: int, slot: int, keeps: bool = False) -> int:
+        """A new block of the request's in this free slot; unless it keeps what lies there, no prefix is found there."""
         block: int = self._free_ids.pop(0)
         self._free_slots.remove(slot)
-        self._slot_of[block] = slot
+        self._slot_of[block], self._owners[slot] = slot, request
         if not keeps:
             self.prefixes.forget(slot)
         return block
@@ -190,9 +229,10 @@ class PagedKVCache:
         for slot in self.prefixes.find(tokens[: index * page + ahead] for index in whole):
             block = holders.get(slot)
             if block is None:
-                block = self._take(slot, keeps=True)
+                block = self._take(request, slot, keeps=True)
             else:
                 self._sharers[block] = self._sharers.get(block, 0) + 1
+                self._owners[slot] = SHARED
             owned.blocks.append(block)
         if owned.blocks:
             self._changed(request)
@@ -200,24 +240,27 @@ class PagedKVCache:
 
     def detach(self, request: int, row: int) -> None:
         """Rows from this one on are about to be written: the request gets copies of the pages that it shares there."""
-        blocks = self._owned[request].blocks if self._sharers else []
+        owned = self._owned[request]
+        blocks = owned.blocks if self._sharers else []
         for index in range(row // self.geometry.tokens_per_block, len(blocks)):
-            if self._release(blocks[index]):
+            if self._release(blocks[index], owned):
                 continue
             slot = self._free_slots[0]
-            old, blocks[index] = self._slot_of[blocks[index]], self._take(slot)
+            old, blocks[index] = self._slot_of[blocks[index]], self._take(request, slot)
             self.pool[slot].copy_(self.pool[old])
             for pool in self.extra.values():
                 pool[:, slot].copy_(pool[:, old])
             self._changed(request)
 
-    def _release(self, block: int) -> bool:
+    def _release(self, block: int, owned: _Owned) -> bool:
         """Give up one share of a block; whether it was nobody else's."""
         if block not in self._sharers:
             return True
         self._sharers[block] -= 1
         if not self._sharers[block]:
             del self._sharers[block]
+            [last] = (request for request, each in self._owned.items() if block in each.blocks and each is not owned)
+            self._owners[self._slot_of[block]] = last
         return False
 
     def free(self, request: int) -> None:
@@ -228,8 +271,10 @@ class PagedKVCache:
         self._free_rows.append(owned.row)
         if self.geometry.row_order is RowOrder.SLOT:
             self.host_block_offsets[:, owned.row] = -1
+            self._log.write(owned.row)
         else:
             self.host_block_offsets.fill_(-1)
+            self._log.write_all()
         self._order = ()
         self.blocks_version += 1
 
@@ -241,30 +286,33 @@ class PagedKVCache:
 
     def _give_back(self, owned: _Owned) -> None:
         for block in owned.blocks:
-            if not self._release(block):
+            if not self._release(block, owned):
                 continue
             if block in self._slot_of:
-                self._free_slots.append(self._slot_of.pop(block))
+                self._leave(self._slot_of.pop(block))
             else:
                 self._free_host.append(self._host_of.pop(block))
             self._free_ids.append(block)
         owned.blocks.clear()
 
+    def _leave(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self._owners[slot] = NOBODY
+
     def offload(self, request: int, index: int) -> None:
         """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others. Of a
         shared page it takes a copy there, under an id of its own."""
-        blocks = self._owned[request].blocks
-        block = blocks[index]
+        owned = self._owned[request]
+        block = owned.blocks[index]
         if block not in self._slot_of:
             raise ValueError(f"page {index} of request {request} is offloaded already")
         if not self._free_host:
             raise PoolExhausted(f"the host pool of {len(self.host_pool)} pages is full")
         slot, place = self._slot_of[block], self._free_host.pop(0)
-        if self._release(block):
-            del self._slot_of[block]
-            self._free_slots.append(slot)
+        if self._release(block, owned):
+            self._leave(self._slot_of.pop(block))
         else:
-            block = blocks[index] = self._free_ids.pop(0)
+            block = owned.blocks[index] = self._free_ids.pop(0)
         self.host_pool[place].copy_(self.pool[slot])
         for name, pool in self.extra.items():
             self._host_extra[name][:, place].copy_(pool[:, slot])
@@ -284,7 +332,7 @@ class PagedKVCache:
             self.pool[slot].copy_(self.host_pool[place])
             for name, pool in self.extra.items():
                 pool[:, slot].copy_(self._host_extra[name][:, place])
-            self._slot_of[block] = slot
+            self._slot_of[block], self._owners[slot] = slot, request
             self._free_host.append(place)
         if gone:
             self._changed(request)
@@ -303,7 +351,12 @@ class PagedKVCache:
             for row, request in enumerate(request_ids):
                 self._write_row(row, request)
             self._order = tuple(request_ids)
+            self._log.write_all()
         return list(range(len(request_ids)))
+
+    def changed_rows(self, since: int | None) -> tuple[int, torch.Tensor | None]:
+        """The version of the table, and which of its rows were written since it had another one."""
+        return self._log.since(since)
 
     def _changed(self, request: int) -> None:
         self.blocks_version += 1
@@ -313,6 +366,7 @@ class PagedKVCache:
             self._write_row(self._order.index(request), request)
 
     def _write_row(self, row: int, request: int) -> None:
+        self._log.write(row)
         entries = torch.tensor([self._encode(block) for block in self._owned[request].blocks], dtype=torch.int32)
         self.host_block_offsets[:, row] = -1
         for plane in range(self.geometry.kv_factor):
