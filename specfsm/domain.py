@@ -177,8 +177,9 @@ class KVManager(Protocol):
 
 NOBODY = -(2**63)
 """In a table of request ids: no request."""
+
 SHARED = NOBODY + 1
-"""In a table of request ids: several requests, by a prefix in common. Which of them is not compared."""
+"""Likewise: several requests, each of which may read what lies there."""
 
 
 @runtime_checkable
@@ -187,7 +188,7 @@ class OwningKVManager(KVManager, Protocol):
 
     def page_owners(self, pool: str) -> Any:
         """The request that holds each slot of a primary pool: int64 [blocks_in_primary_pool] on the host, `NOBODY`
-        where none does and `SHARED` where several do. None: it does not tell for this pool.
+        where none does, `SHARED` where several do. None: it does not tell for this pool.
 
         Args:
             pool: as the backend's address spaces name it.

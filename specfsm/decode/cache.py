@@ -123,9 +123,9 @@ class PagedKVCache:
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
-        self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._sharers: dict[int, int] = {}  # of each block that several requests hold, how many do beside the first
         self.prefixes = Prefixes()
+        self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._order: tuple[int, ...] = ()
         self._log = RowLog(max_requests)
         self.may_free: Callable[[int, bool], None] = _anybody
@@ -186,13 +186,12 @@ class PagedKVCache:
         if more > self.free_blocks:
             raise PoolExhausted(f"request {request} needs {more} more pages, but {self.free_blocks} are free")
         for _ in range(more):
-            owned.blocks.append(self._take(self._free_slots[0], request))
+            owned.blocks.append(self._take(request, self._free_slots[0]))
         if more > 0:
             self._changed(request)
 
-    def _take(self, slot: int, request: int, keeps: bool = False) -> int:
-        """A new block of the request in this free slot. Unless it keeps what the slot holds, no prefix is found there
-        any more."""
+    def _take(self, request: int, slot: int, keeps: bool = False) -> int:
+        """A new block of the request's in this free slot; unless it keeps what lies there, no prefix is found there."""
         block: int = self._free_ids.pop(0)
         self._free_slots.remove(slot)
         self._slot_of[block], self._owners[slot] = slot, request
@@ -230,7 +229,7 @@ class PagedKVCache:
         for slot in self.prefixes.find(tokens[: index * page + ahead] for index in whole):
             block = holders.get(slot)
             if block is None:
-                block = self._take(slot, request, keeps=True)
+                block = self._take(request, slot, keeps=True)
             else:
                 self._sharers[block] = self._sharers.get(block, 0) + 1
                 self._owners[slot] = SHARED
@@ -241,31 +240,28 @@ class PagedKVCache:
 
     def detach(self, request: int, row: int) -> None:
         """Rows from this one on are about to be written: the request gets copies of the pages that it shares there."""
-        blocks = self._owned[request].blocks if self._sharers else []
+        owned = self._owned[request]
+        blocks = owned.blocks if self._sharers else []
         for index in range(row // self.geometry.tokens_per_block, len(blocks)):
-            if self._release(blocks[index]):
+            if self._release(blocks[index], owned):
                 continue
-            slot, shared = self._free_slots[0], blocks[index]
-            old, blocks[index] = self._slot_of[shared], self._take(slot, request)
-            self._own(shared)
+            slot = self._free_slots[0]
+            old, blocks[index] = self._slot_of[blocks[index]], self._take(request, slot)
             self.pool[slot].copy_(self.pool[old])
             for pool in self.extra.values():
                 pool[:, slot].copy_(pool[:, old])
             self._changed(request)
 
-    def _release(self, block: int) -> bool:
+    def _release(self, block: int, owned: _Owned) -> bool:
         """Give up one share of a block; whether it was nobody else's."""
         if block not in self._sharers:
             return True
         self._sharers[block] -= 1
         if not self._sharers[block]:
             del self._sharers[block]
+            [last] = (request for request, each in self._owned.items() if block in each.blocks and each is not owned)
+            self._owners[self._slot_of[block]] = last
         return False
-
-    def _own(self, block: int) -> None:
-        """A share of the block was given up: it may be one request's again."""
-        holders = [request for request, owned in self._owned.items() if block in owned.blocks]
-        self._owners[self._slot_of[block]] = holders[0] if len(holders) == 1 else SHARED
 
     def free(self, request: int) -> None:
         """Give all pages of the request back, and its row, if `may_free` lets it."""
@@ -289,16 +285,15 @@ class PagedKVCache:
         self._changed(request)
 
     def _give_back(self, owned: _Owned) -> None:
-        given, owned.blocks = owned.blocks, []
-        for block in given:
-            if not self._release(block):
-                self._own(block)
+        for block in owned.blocks:
+            if not self._release(block, owned):
                 continue
             if block in self._slot_of:
                 self._leave(self._slot_of.pop(block))
             else:
                 self._free_host.append(self._host_of.pop(block))
             self._free_ids.append(block)
+        owned.blocks.clear()
 
     def _leave(self, slot: int) -> None:
         self._free_slots.append(slot)
@@ -307,20 +302,17 @@ class PagedKVCache:
     def offload(self, request: int, index: int) -> None:
         """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others. Of a
         shared page it takes a copy there, under an id of its own."""
-        blocks = self._owned[request].blocks
-        block = blocks[index]
+        owned = self._owned[request]
+        block = owned.blocks[index]
         if block not in self._slot_of:
             raise ValueError(f"page {index} of request {request} is offloaded already")
         if not self._free_host:
             raise PoolExhausted(f"the host pool of {len(self.host_pool)} pages is full")
         slot, place = self._slot_of[block], self._free_host.pop(0)
-        if self._release(block):
-            del self._slot_of[block]
-            self._leave(slot)
+        if self._release(block, owned):
+            self._leave(self._slot_of.pop(block))
         else:
-            shared, blocks[index] = block, self._free_ids.pop(0)
-            block = blocks[index]
-            self._own(shared)
+            block = owned.blocks[index] = self._free_ids.pop(0)
         self.host_pool[place].copy_(self.pool[slot])
         for name, pool in self.extra.items():
             self._host_extra[name][:, place].copy_(pool[:, slot])

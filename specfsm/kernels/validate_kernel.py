@@ -45,8 +45,7 @@ DIVISOR, FIRST, ROW = (tl.constexpr(_CHECKS.index(name)) for name in ("divisor",
 REPEAT, OWNERS = (tl.constexpr(_CHECKS.index(name)) for name in ("repeat", "owners"))
 CHECK_FIELDS = tl.constexpr(len(_CHECKS))
 
-NOTHING, NOBODY = tl.constexpr(reference.NOTHING), tl.constexpr(NOBODY_ID)
-SHARED = tl.constexpr(SHARED_ID)
+NOTHING, NOBODY, SHARED = tl.constexpr(reference.NOTHING), tl.constexpr(NOBODY_ID), tl.constexpr(SHARED_ID)
 OUT_OF_BOUNDS, NOT_SENTINEL = tl.constexpr(reference.BOUNDS), tl.constexpr(reference.SENTINEL)
 FOREIGN, DIFFERENT = tl.constexpr(reference.OWNER), tl.constexpr(reference.CONTENTS)
 RECIPE_SHIFT = tl.constexpr(reference.INDEX_BITS + reference.PROGRAM_BITS)

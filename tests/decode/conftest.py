@@ -21,7 +21,7 @@ from specfsm.domain import RowOrder
 
 VOCABULARY = 97
 SECONDARY = -(2**31)
-CHECK = "tensors"
+CHECK = "contents"
 """The strictest check level there is: what runs under anything that may happen are held to it."""
 
 
