@@ -30,10 +30,12 @@ if TYPE_CHECKING:
         OwningKVManager,
         RowOrder,
         SlidingKVManager,
+        TrackingKVManager,
         UnifiedCache,
         Unit,
     )
     from specfsm.errors import (
+        ContentsViolated,
         DraftContentInvalid,
         GraphContractBroken,
         IllegalTransition,
@@ -84,10 +86,12 @@ _HOMES = {
         "OwningKVManager",
         "RowOrder",
         "SlidingKVManager",
+        "TrackingKVManager",
         "UnifiedCache",
         "Unit",
     ),
     "errors": (
+        "ContentsViolated",
         "DraftContentInvalid",
         "GraphContractBroken",
         "IllegalTransition",

@@ -24,6 +24,7 @@ __all__ = [
     "OwningKVManager",
     "RowOrder",
     "SlidingKVManager",
+    "TrackingKVManager",
     "UnifiedCache",
     "Unit",
 ]
@@ -192,6 +193,19 @@ class OwningKVManager(KVManager, Protocol):
 
 
 @runtime_checkable
+class TrackingKVManager(KVManager, Protocol):
+    """What a manager may say beside that, so that only the rows that changed are staged."""
+
+    def changed_rows(self, since: int | None) -> tuple[int, Any]:
+        """(version of the table now, rows of `host_block_offsets` that were written since it had the version `since`).
+
+        The rows are an int64 tensor on the host, in any order; None where they are not known, and always for None.
+        Every write counts, those of `arrange` too. It is asked after `arrange`.
+        """
+        ...
+
+
+@runtime_checkable
 class SlidingKVManager(KVManager, Protocol):
     """What a backend with a sliding window asks beside that. L layers, Y types of sliding table.
 
@@ -242,6 +256,11 @@ def _ints(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _differ(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    """Identity first: what an engine keeps from step to step need not be compared entry by entry."""
+    return now is not before and now != before
+
+
 @frozen
 class Batch:
     """The requests of one phase, contexts (prefill) first, then generations.
@@ -255,6 +274,9 @@ class Batch:
             behind the last request are nobody's: every resource holds its sentinel there. 0: no row is added.
         dummies: those of the requests that are nobody's. Each resolves in the domain's cache as any request does, to
             pages of its own, so that what its row writes reaches no other's.
+
+    Attributes:
+        packed: what was made of it before, by whoever packs it for a device: the same batch often serves both domains.
     """
 
     request_ids: tuple[int, ...] = field(converter=_ints)
@@ -263,6 +285,7 @@ class Batch:
     num_contexts: int = field(default=0, validator=ge(0))
     padded: int = 0
     dummies: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    packed: dict[Any, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         sizes = {"request_ids": len(self.request_ids), "kv_lens": len(self.kv_lens), "tokens": len(self.tokens)}
@@ -317,15 +340,15 @@ class Batch:
             return ("batch", "lengths", "layout")
         moved = []
         if (
-            self.request_ids != previous.request_ids
+            _differ(self.request_ids, previous.request_ids)
             or self.num_contexts != previous.num_contexts
             or (self.padded != previous.padded and self.rows != previous.rows)
             or self.dummies != previous.dummies
         ):
             moved.append("batch")
-        if self.kv_lens != previous.kv_lens:
+        if _differ(self.kv_lens, previous.kv_lens):
             moved.append("lengths")
-        if self.tokens != previous.tokens:
+        if _differ(self.tokens, previous.tokens):
             moved.append("layout")
         return tuple(moved)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = [
+    "ContentsViolated",
     "DraftContentInvalid",
     "GraphContractBroken",
     "IllegalTransition",
@@ -205,6 +206,78 @@ class RefreshDeclined(StaleResource):
             f"{self.place} {self.cause}",
             "its refresh ran and returned nothing (declined)",
             "to mend: make the refresh return what it wrote, or find out why it could not write",
+        )
+
+
+@define(auto_exc=True, eq=False)
+class ContentsViolated(IllegalTransition):
+    """What a fresh resource holds is not what it must hold (check level "contents"). Observed at a later transition
+    than the one that validated it, and reported once for each validation that finds it.
+
+    Attributes:
+        resource, domain: what was validated.
+        failed: "bounds" (no place of this domain's pool), "owner" (another request's page), "sentinel" (a padded row or
+            column holds something) or "contents" (another value than a recomputation gives).
+        index: which element; empty for a value that is no buffer.
+        row, column: of the table; None where it has no such axis.
+        request: whose row it is; None for a padded one, or where rows are no requests.
+        found, expected: what it holds, and what the recomputation gives.
+        owner: whose page was found, where the manager tells; None for nobody's.
+        since: the event after whose refresh it was validated.
+        moved: input → (version at the last refresh, version then) of what moved though the resource declares that it
+            does not read it: an invariant or alias that is none.
+    """
+
+    backend: str = field(default="", kw_only=True)
+    resource: str = field(default="", kw_only=True)
+    domain: Any = field(default=None, kw_only=True)
+    failed: str = field(default="contents", kw_only=True)
+    index: tuple[int, ...] = field(default=(), kw_only=True)
+    row: int | None = field(default=None, kw_only=True)
+    column: int | None = field(default=None, kw_only=True)
+    request: int | None = field(default=None, kw_only=True)
+    found: Any = field(default=None, kw_only=True)
+    expected: Any = field(default=None, kw_only=True)
+    owner: int | None = field(default=None, kw_only=True)
+    since: str = field(default="", kw_only=True)
+    moved: dict[str, tuple[int, int]] = field(factory=dict, kw_only=True)
+
+    @property
+    def place(self) -> str:
+        at = "" if not self.index else f" at {list(self.index)}"
+        names = {"row": self.row, "column": self.column, "request": self.request}
+        known = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+        return f"{self.backend}.{self.resource} [{self.domain}]{at}" + (f" ({known})" if known else "")
+
+    @property
+    def cause(self) -> str:
+        why = {
+            "bounds": "which is no place of this domain's pool",
+            "owner": "a page of " + ("nobody" if self.owner is None else f"request {self.owner}"),
+            "sentinel": "though nothing may stand there",
+            "contents": "though its stamp is fresh",
+        }
+        return f"{why[self.failed]}; recomputed from its inputs it is {self.expected}"
+
+    def reasons(self) -> tuple[str, ...]:
+        moves = (
+            f"declared not to read {name}; {name} moved {was} → {now} since its last refresh"
+            for name, (was, now) in self.moved.items()
+        )
+        return (
+            f"{self.place} holds {self.found}, {self.cause}",
+            f"found by the validation after {self.since}: what ran since may have read it",
+            *moves,
+            f"to mend: {self.remedy}",
+        )
+
+    @property
+    def remedy(self) -> str:
+        if self.moved:
+            return f"add {' or '.join(self.moved)} to what {self.resource} reads, if it does"
+        return (
+            f"find what writes it (or frees its pages) without a report; to go on now: dirty({self.resource!r}, "
+            f"{str(self.domain).upper()}), and the next phase of that cache writes it again"
         )
 
 

@@ -72,12 +72,6 @@ class Manager:
         slots = self.host_block_offsets.div(self.geometry.index_scale, rounding_mode="floor")
         return self.sliding_base.copy_(slots.clamp(min=-1))
 
-    def page_owners(self, pool: str) -> torch.Tensor:
-        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY)
-        for request, slots in self.slots.items():
-            owners[slots] = request
-        return owners
-
     def allocate(self, request: int, blocks: int = 1) -> None:
         """Give a request more blocks, and note it in the table."""
         taken = [self.free.pop(0) for _ in range(blocks)]
@@ -103,6 +97,12 @@ class Manager:
         for row, request in enumerate(request_ids):
             self._write(row, request)
         return range(len(request_ids))
+
+    def page_owners(self, pool: str) -> torch.Tensor:
+        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY)
+        for request, slots in self.slots.items():
+            owners[slots] = request
+        return owners
 
     def _write(self, row: int, request: int) -> None:
         slots = torch.tensor(self.slots[request], dtype=torch.int32)

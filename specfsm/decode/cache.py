@@ -15,13 +15,44 @@ from attrs import define, field
 
 from specfsm.domain import NOBODY, Geometry, RowOrder
 
-__all__ = ["PagedKVCache", "PoolExhausted"]
+__all__ = ["PagedKVCache", "PoolExhausted", "RowLog"]
 
 SECONDARY = -(2**31)  # bit 31 of an int32: the page lies in the host pool
 
 
 class PoolExhausted(MemoryError):
     """A cache has no page left for what was asked of it."""
+
+
+class RowLog:
+    """Which rows of a table were written, in order; what `specfsm.TrackingKVManager` answers from.
+
+    Args:
+        rows: of the table. Of more than four writes a row the oldest are forgotten.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.capacity = 4 * rows
+        self.first = 0
+        self.written = array("q")
+
+    def write(self, row: int) -> None:
+        self.written.append(row)
+        if len(self.written) > self.capacity:
+            self.write_all()
+
+    def write_all(self) -> None:
+        """Every row was written, or may have been."""
+        self.first += len(self.written) + 1
+        self.written = array("q")
+
+    def since(self, version: int | None) -> tuple[int, torch.Tensor | None]:
+        """(version now, rows written since that one: int64, or None where they are not known)."""
+        now = self.first + len(self.written)
+        if version is None or not self.first <= version <= now:
+            return now, None
+        rows = self.written[version - self.first :]
+        return now, torch.frombuffer(rows, dtype=torch.int64) if rows else torch.empty(0, dtype=torch.int64)
 
 
 @define
@@ -93,6 +124,7 @@ class PagedKVCache:
         self._owned: dict[int, _Owned] = {}
         self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._order: tuple[int, ...] = ()
+        self._log = RowLog(max_requests)
         self.may_free: Callable[[int, bool], None] = _anybody
 
     @property
@@ -165,8 +197,10 @@ class PagedKVCache:
         self._free_rows.append(owned.row)
         if self.geometry.row_order is RowOrder.SLOT:
             self.host_block_offsets[:, owned.row] = -1
+            self._log.write(owned.row)
         else:
             self.host_block_offsets.fill_(-1)
+            self._log.write_all()
         self._order = ()
         self.blocks_version += 1
 
@@ -235,7 +269,12 @@ class PagedKVCache:
             for row, request in enumerate(request_ids):
                 self._write_row(row, request)
             self._order = tuple(request_ids)
+            self._log.write_all()
         return list(range(len(request_ids)))
+
+    def changed_rows(self, since: int | None) -> tuple[int, torch.Tensor | None]:
+        """The version of the table, and which of its rows were written since it had another one."""
+        return self._log.since(since)
 
     def _changed(self, request: int) -> None:
         self.blocks_version += 1
@@ -245,6 +284,7 @@ class PagedKVCache:
             self._write_row(self._order.index(request), request)
 
     def _write_row(self, row: int, request: int) -> None:
+        self._log.write(row)
         entries = torch.tensor([self._encode(block) for block in self._owned[request].blocks], dtype=torch.int32)
         self.host_block_offsets[:, row] = -1
         for plane in range(self.geometry.kv_factor):
