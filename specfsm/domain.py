@@ -16,6 +16,7 @@ from attrs.validators import ge, gt
 __all__ = [
     "INPUTS",
     "NOBODY",
+    "SHARED",
     "AddressSpace",
     "Batch",
     "Domain",
@@ -177,6 +178,9 @@ class KVManager(Protocol):
 NOBODY = -(2**63)
 """In a table of request ids: no request."""
 
+SHARED = NOBODY + 1
+"""Likewise: several requests, each of which may read what lies there."""
+
 
 @runtime_checkable
 class OwningKVManager(KVManager, Protocol):
@@ -184,7 +188,7 @@ class OwningKVManager(KVManager, Protocol):
 
     def page_owners(self, pool: str) -> Any:
         """The request that holds each slot of a primary pool: int64 [blocks_in_primary_pool] on the host, `NOBODY`
-        where none does. None: it does not tell for this pool.
+        where none does, `SHARED` where several do. None: it does not tell for this pool.
 
         Args:
             pool: as the backend's address spaces name it.

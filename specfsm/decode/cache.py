@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from attrs import define, field
 
-from specfsm.domain import NOBODY, Geometry, RowOrder
+from specfsm.decode.prefix import Prefixes
+from specfsm.domain import NOBODY, SHARED, Geometry, RowOrder
 
 __all__ = ["PagedKVCache", "PoolExhausted", "RowLog"]
 
@@ -122,6 +123,8 @@ class PagedKVCache:
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
+        self._sharers: dict[int, int] = {}  # of each block that several requests hold, how many do beside the first
+        self.prefixes = Prefixes()
         self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._order: tuple[int, ...] = ()
         self._log = RowLog(max_requests)
@@ -183,11 +186,82 @@ class PagedKVCache:
         if more > self.free_blocks:
             raise PoolExhausted(f"request {request} needs {more} more pages, but {self.free_blocks} are free")
         for _ in range(more):
-            block, slot = self._free_ids.pop(0), self._free_slots.pop(0)
-            self._slot_of[block], self._owners[slot] = slot, request
-            owned.blocks.append(block)
+            owned.blocks.append(self._take(request, self._free_slots[0]))
         if more > 0:
             self._changed(request)
+
+    def _take(self, request: int, slot: int, keeps: bool = False) -> int:
+        """A new block of the request's in this free slot; unless it keeps what lies there, no prefix is found there."""
+        block: int = self._free_ids.pop(0)
+        self._free_slots.remove(slot)
+        self._slot_of[block], self._owners[slot] = slot, request
+        if not keeps:
+            self.prefixes.forget(slot)
+        return block
+
+    # Prefixes.
+
+    def publish(self, request: int, tokens: Sequence[int], *, ahead: int = 0) -> None:
+        """The request's pages hold the rows of these tokens: others that begin alike may have them.
+
+        Args:
+            ahead: how many tokens behind a row its contents depend on, too.
+        """
+        page = self.geometry.tokens_per_block
+        for index in range((len(tokens) - ahead) // page):
+            slot = self._slot_of.get(self._owned[request].blocks[index])
+            if slot is not None:
+                self.prefixes.publish(tokens[: (index + 1) * page + ahead], slot)
+
+    def adopt(self, request: int, tokens: Sequence[int], most: int, *, ahead: int = 0) -> int:
+        """Begin a request that holds no page with those that are known to hold its first rows: shared with whoever
+        holds them, or taken from the free ones.
+
+        Args:
+            most: rows that it may begin with.
+
+        Returns:
+            how many rows it has now: whole pages.
+        """
+        page, owned = self.geometry.tokens_per_block, self._owned[request]
+        whole = range(1, min(most, len(tokens) - ahead) // page + 1)
+        holders = {slot: block for block, slot in self._slot_of.items()}
+        for slot in self.prefixes.find(tokens[: index * page + ahead] for index in whole):
+            block = holders.get(slot)
+            if block is None:
+                block = self._take(request, slot, keeps=True)
+            else:
+                self._sharers[block] = self._sharers.get(block, 0) + 1
+                self._owners[slot] = SHARED
+            owned.blocks.append(block)
+        if owned.blocks:
+            self._changed(request)
+        return len(owned.blocks) * page
+
+    def detach(self, request: int, row: int) -> None:
+        """Rows from this one on are about to be written: the request gets copies of the pages that it shares there."""
+        owned = self._owned[request]
+        blocks = owned.blocks if self._sharers else []
+        for index in range(row // self.geometry.tokens_per_block, len(blocks)):
+            if self._release(blocks[index], owned):
+                continue
+            slot = self._free_slots[0]
+            old, blocks[index] = self._slot_of[blocks[index]], self._take(request, slot)
+            self.pool[slot].copy_(self.pool[old])
+            for pool in self.extra.values():
+                pool[:, slot].copy_(pool[:, old])
+            self._changed(request)
+
+    def _release(self, block: int, owned: _Owned) -> bool:
+        """Give up one share of a block; whether it was nobody else's."""
+        if block not in self._sharers:
+            return True
+        self._sharers[block] -= 1
+        if not self._sharers[block]:
+            del self._sharers[block]
+            [last] = (request for request, each in self._owned.items() if block in each.blocks and each is not owned)
+            self._owners[self._slot_of[block]] = last
+        return False
 
     def free(self, request: int) -> None:
         """Give all pages of the request back, and its row, if `may_free` lets it."""
@@ -212,6 +286,8 @@ class PagedKVCache:
 
     def _give_back(self, owned: _Owned) -> None:
         for block in owned.blocks:
+            if not self._release(block, owned):
+                continue
             if block in self._slot_of:
                 self._leave(self._slot_of.pop(block))
             else:
@@ -224,18 +300,23 @@ class PagedKVCache:
         self._owners[slot] = NOBODY
 
     def offload(self, request: int, index: int) -> None:
-        """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others."""
-        block = self._owned[request].blocks[index]
+        """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others. Of a
+        shared page it takes a copy there, under an id of its own."""
+        owned = self._owned[request]
+        block = owned.blocks[index]
         if block not in self._slot_of:
             raise ValueError(f"page {index} of request {request} is offloaded already")
         if not self._free_host:
             raise PoolExhausted(f"the host pool of {len(self.host_pool)} pages is full")
-        slot, place = self._slot_of.pop(block), self._free_host.pop(0)
+        slot, place = self._slot_of[block], self._free_host.pop(0)
+        if self._release(block, owned):
+            self._leave(self._slot_of.pop(block))
+        else:
+            block = owned.blocks[index] = self._free_ids.pop(0)
         self.host_pool[place].copy_(self.pool[slot])
         for name, pool in self.extra.items():
             self._host_extra[name][:, place].copy_(pool[:, slot])
         self._host_of[block] = place
-        self._leave(slot)
         self._changed(request)
 
     def load_back(self, request: int) -> None:
@@ -247,6 +328,7 @@ class PagedKVCache:
             )
         for block in gone:
             place, slot = self._host_of.pop(block), self._free_slots.pop(0)
+            self.prefixes.forget(slot)
             self.pool[slot].copy_(self.host_pool[place])
             for name, pool in self.extra.items():
                 pool[:, slot].copy_(self._host_extra[name][:, place])

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
-from attrs.validators import in_
+from attrs import evolve
 
 from specfsm.backends.backend import Sizes
 from specfsm.contracts.consensus import Consensus
-from specfsm.contracts.content import DraftContent
-from specfsm.contracts.lifetime import Flight, Lifetime
-from specfsm.contracts.window import Window, crowded
+from specfsm.contracts.lifetime import Flight
+from specfsm.contracts.window import Window
 from specfsm.decode.attention import FLAVOURS, Flavour, Pass
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
+from specfsm.decode.lifecycle import Lifecycle
 from specfsm.decode.model import Draft, Model
+from specfsm.decode.request import Emission, Request, Settings
 from specfsm.decode.step import Step
 from specfsm.decode.verify import Sampler
 from specfsm.domain import Batch, Domain, Geometry, RowOrder, UnifiedCache
@@ -30,109 +29,6 @@ from specfsm.errors import DraftContentInvalid, IllegalTransition, RankDisagreem
 from specfsm.orchestrator import Contract, Orchestrator
 
 __all__ = ["DecodeLoop", "Emission", "Request", "Settings"]
-
-
-@frozen(kw_only=True)
-class Settings:
-    """How a loop is run.
-
-    Args:
-        backend: name of an attention backend, see `specfsm.decode.attention.FLAVOURS`.
-        draft_len: the largest L, tokens that the draft proposes a step; see `DecodeLoop.draft_len`.
-        max_requests: rows of a batch.
-        max_tokens: longest request, prompt and output together.
-        blocks, draft_blocks: pages of each pool; by default enough for every row at its longest.
-        row_order: how the managers order their rows.
-        host_blocks: pages of each cache's host pool.
-        tokens_per_block, draft_tokens_per_block: page sizes; by default the backend's own.
-        graphs: "off", "whole" (target, acceptance and draft in one graph) or "draft" (the draft phase alone).
-        graph_sizes: batch sizes that are captured; a batch is padded to the next one, and a larger one runs eagerly.
-        kernels: "torch", or "flash_mla" for the real kernel of that backend (a Hopper GPU, bfloat16).
-        overlap: the host prepares step n + 1 while the device runs step n.
-        unified: the reason why the draft keeps its KV in the target's cache, in layers behind the target's; by default
-            it has a cache of its own. Then the pages are the target's, whatever is said of the draft's.
-    """
-
-    backend: str = "trtllm"
-    draft_len: int = 3
-    max_requests: int = 4
-    max_tokens: int = 2048
-    blocks: int | None = None
-    draft_blocks: int | None = None
-    row_order: RowOrder = RowOrder.BATCH
-    host_blocks: int = 8
-    tokens_per_block: int | None = None
-    draft_tokens_per_block: int | None = None
-    dtype: str = "float32"
-    device: str = "cpu"
-    graphs: str = field(default="off", validator=in_(("off", "whole", "draft")))
-    graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    kernels: str = field(default="torch", validator=in_(("torch", "flash_mla")))
-    overlap: bool = False
-    unified: str | None = None
-
-    @property
-    def window(self) -> int:
-        """Tokens that may be written past the last one the host knows of: a step verifies 1 + L, then drafts L more."""
-        return (self.draft_len + 1) * (2 if self.overlap else 1) + self.draft_len
-
-    def padded(self, rows: int) -> int:
-        """Rows that a batch of this many requests is run with."""
-        if self.graphs == "off":
-            return rows
-        return min((size for size in self.graph_sizes if rows <= size <= self.max_requests), default=rows)
-
-
-@define
-class Request:
-    """One request.
-
-    Args:
-        tokens: prompt and output so far.
-        target_rows: how many rows of the target's cache are made from `tokens` and stay valid. (The draft's are counted
-            by `DecodeLoop.content`.)
-        drafted: what the target verifies next.
-        states: the target's states that the draft has not seen yet, [rows, width].
-        probs: [L, vocabulary], what `drafted` was drawn from; None when greedy.
-    """
-
-    id: int
-    tokens: list[int]
-    prompt_len: int
-    max_new_tokens: int
-    target_rows: int = 0
-    drafted: list[int] = field(factory=list)
-    states: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
-
-    def speculates(self, draft_len: int) -> bool:
-        """Whether its prompt is in both caches and its draft is whole."""
-        return self.target_rows > 0 and len(self.drafted) == draft_len
-
-    def restart(self, rows: int) -> None:
-        """Keep the tokens, and of the target's cache the first `rows`; whatever else was made of them is made again."""
-        self.target_rows, self.drafted, self.states, self.probs = rows, [], None, None
-
-    @property
-    def remaining(self) -> int:
-        return self.max_new_tokens - (len(self.tokens) - self.prompt_len)
-
-
-@frozen
-class Emission:
-    """What one step wrote for one request.
-
-    Args:
-        tokens: in order; the first `accepted` of them were drafted.
-        proposed: tokens that the draft had proposed.
-        finished: nothing follows.
-    """
-
-    request: int
-    tokens: tuple[int, ...]
-    accepted: int
-    proposed: int
-    finished: bool
 
 
 class _Pending:
@@ -154,7 +50,7 @@ class _Pending:
         return choices, accepted, known
 
 
-class DecodeLoop:
+class DecodeLoop(Lifecycle):
     """Decodes requests.
 
     Args:
@@ -185,7 +81,8 @@ class DecodeLoop:
         self.stop = frozenset(stop)
         self.sampler = sampler or Sampler()
         self.flavour = FLAVOURS[settings.backend]
-        self.lifetime, self.content, self.consensus = Lifetime(), DraftContent(), consensus
+        super().__init__()
+        self.consensus = consensus
         self.forward_pass = _forward_pass(settings, self.flavour)
         self.unified = UnifiedCache(settings.unified) if draft is not None and settings.unified is not None else None
         self.cache = self._cache(Domain.TARGET, target, settings.tokens_per_block, settings.blocks)
@@ -197,16 +94,10 @@ class DecodeLoop:
         self.window = Window(self.cache.capacity, self.caches[-1].capacity if draft else None, draft_len=0)
         self.draft_len = self.settings.draft_len
         self.fsm = self._machine(machine)
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self._ids = count(1)
         self.forwards = self.eager = self.replays = 0
         self.steps: dict[tuple[int, int], Step] = {}
         self.dummies = self._dummies()
         self.pending: _Pending | None = None
-        self.leaving: list[Request] = []
-        self.parked: list[Request] = []
-        self._unreported: list[Emission] = []
 
     def _cache(self, domain: Domain, model: Draft, tokens_per_block: int | None, blocks: int | None) -> PagedKVCache:
         settings, flavour, layers = self.settings, self.flavour, model.layers
@@ -246,10 +137,6 @@ class DecodeLoop:
     def limit(self) -> int:
         """Longest KV length of a request, its window included."""
         return self.settings.max_tokens + self.settings.window
-
-    def _dummy_blocks(self, page: int) -> int:
-        """Pages that the dummy rows of padded batches hold, in each cache."""
-        return 0 if self.settings.graphs == "off" else self.settings.max_requests * -(-2 * self.settings.window // page)
 
     def _dummies(self) -> tuple[int, ...]:
         """Requests that pad a batch: they resolve in both caches and write to pages of their own."""
@@ -298,139 +185,6 @@ class DecodeLoop:
         self.window.draft_len = length
         if self.consensus is not None:
             self.consensus.draft_len = length
-
-    @property
-    def caches(self) -> tuple[PagedKVCache, ...]:
-        return (self.cache,) if self.draft_cache is None else (self.cache, self.draft_cache)
-
-    # Requests.
-
-    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Queue a request.
-
-        Raises:
-            ValueError: the prompt is empty, or the request could never fit a cache.
-        """
-        if not prompt:
-            raise ValueError("the prompt is empty: there is nothing to continue")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-        request = Request(next(self._ids), list(prompt), len(prompt), max_new_tokens)
-        for domain, (geometry, pages) in self._pools().items():
-            limit = min(geometry.max_blocks_per_seq, pages) * geometry.tokens_per_block - self.settings.window
-            if len(prompt) + max_new_tokens > limit:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the {domain}'s cache, "
-                    f"which holds {limit} tokens of a request beside the draft window"
-                )
-        self.waiting.append(request)
-        return request.id
-
-    def abort(self, request: int) -> None:
-        """End a request between steps and give its pages back."""
-        for each in self.waiting:
-            if each.id == request:
-                self.waiting.remove(each)
-                return
-        self._retire(self._find(request, self.running, self.parked))
-
-    def preempt(self, request: int) -> None:
-        """Give a running request's pages back and queue it again, first in line: it is prefilled anew from what it has
-        written so far. What a step in flight computes for it is dropped."""
-        preempted = self._find(request, self.running, self.parked)
-        self._retire(preempted)
-        self.waiting.insert(0, evolve(preempted, target_rows=0, drafted=[], states=None, probs=None))
-
-    def offload(self, request: int, draft: bool = True) -> None:
-        """Take a running request out of the batch, its pages to the host pools, until `load_back`.
-
-        Args:
-            draft: whether the draft's pages go there too; if not, what they hold is lost.
-
-        Raises:
-            KeyError: it does not run (any more, once the step in flight has been read).
-            PoolExhausted: a host pool is too small, or as many requests as a batch has rows are offloaded already;
-                nothing was moved.
-        """
-        self._unreported += self._drain()
-        parked = self._find(request, self.running)
-        if len(self.parked) == self.settings.max_requests:
-            raise PoolExhausted(f"{len(self.parked)} requests are offloaded, and there are rows for no more")
-        saving = [cache for cache in self.caches if draft or cache is self.cache]
-        for cache in saving:
-            if len(cache.block_ids(request)) > cache.free_host_blocks:
-                raise PoolExhausted(f"the host pool has no room for {len(cache.block_ids(request))} more pages")
-        for cache in self.caches:
-            if cache in saving:
-                for index in range(len(cache.block_ids(request))):
-                    cache.offload(request, index)
-            else:
-                cache.discard(request)
-        if self.draft is not None:
-            self.content.offload(request, 0, saved=draft)
-        self.running.remove(parked)
-        self.parked.append(parked)
-
-    def load_back(self, request: int) -> None:
-        """Let an offloaded request run again.
-
-        Raises:
-            KeyError: it is not offloaded.
-            PoolExhausted: a pool, or the batch, has no room for it beside the running ones; nothing was moved.
-        """
-        parked = self._find(request, self.parked)
-        if not self._fits(parked):
-            raise PoolExhausted(f"request {request} does not fit beside the running ones")
-        for cache in self.caches:
-            cache.load_back(request)
-        if self.draft is not None:
-            self.content.load_back(request)
-        self.parked.remove(parked)
-        self.running.append(parked)
-
-    def _find(self, request: int, *queues: list[Request]) -> Request:
-        for queue in queues:
-            for each in queue:
-                if each.id == request:
-                    return each
-        raise KeyError(f"no request {request} is waiting or running")
-
-    def _admit(self) -> None:
-        """Take waiting requests in while both pools can hold every running one at its longest."""
-        while self.waiting and self._fits(self.waiting[0]):
-            request = self.waiting.pop(0)
-            self.lifetime.begin(request.id)
-            self.content.begin(request.id)
-            for cache in self.caches:
-                cache.add(request.id)
-            self.running.append(request)
-
-    def _fits(self, request: Request) -> bool:
-        """Whether a row is free, and pages of each pool, beside those who may still write. One that was preempted waits
-        until its former pages are free."""
-        beside = (*self.running, *self.leaving)
-        if len(beside) >= self.settings.max_requests or any(each.id == request.id for each in self.leaving):
-            return False
-        return not crowded(self._pools(), [self._longest(each) for each in (*beside, request)])
-
-    def _pools(self) -> dict[Domain, tuple[Geometry, int]]:
-        """Each cache's geometry, and the pages in it that requests may have: the dummies keep theirs."""
-        geometries = {domain: cache.geometry for domain, cache in zip(Domain, self.caches, strict=False)}
-        return {
-            domain: (geometry, geometry.blocks_in_primary_pool - self._dummy_blocks(geometry.tokens_per_block))
-            for domain, geometry in geometries.items()
-        }
-
-    def _longest(self, request: Request) -> int:
-        """Tokens of a request at its longest, with the window that its last step may write."""
-        return request.prompt_len + request.max_new_tokens + self.settings.window
-
-    def _release(self) -> None:
-        """Give back the pages of whoever left, once nothing in flight may write to them."""
-        for request in self.lifetime.fence():
-            for cache in self.caches:
-                cache.free(request)
-            self.leaving = [each for each in self.leaving if each.id != request]
 
     # One step.
 
@@ -585,11 +339,14 @@ class DecodeLoop:
 
     def _verify(self) -> list[Emission]:
         self._forget()
+        if self.steps:  # they wrote true lengths over the provisional ones of their batch, which this one may equal
+            self.fsm.moved("lengths")
         rows = sorted(self.running, key=lambda request: request.target_rows > 0)
         for request in rows:
             for cache in self.caches:
                 cache.reserve(request.id, len(request.tokens) + self.settings.window)
-        inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
+            self.cache.detach(request.id, request.target_rows)
+        inputs = {request.id: self._known(request) for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
         with self._or_skip():
             self.fsm.target_prepare(batch)
@@ -597,9 +354,27 @@ class DecodeLoop:
         self.forwards += 1
         emissions = []
         for request, own in zip(rows, torch.split(states, list(batch.tokens)), strict=True):
+            before = request.target_rows
+            if before + own.shape[0] < len(request.tokens):  # a chunk of its prompt
+                request.target_rows += own.shape[0]
+                self._see(request, own)
+                continue
+            if self.settings.prefix_cache and before < request.prompt_len:
+                self._publish(request)
             logits = self.target.logits(own[-1 - len(request.drafted) :])
             emissions.append(self._accept(request, own, logits))
         return emissions
+
+    def _known(self, request: Request) -> list[int]:
+        """What the target reads of a request: what it has not read and what was drafted, or a chunk of a prompt."""
+        tokens = request.tokens[request.target_rows :] + request.drafted
+        chunk = self.settings.chunk
+        return tokens if chunk is None or request.prefilled else tokens[:chunk]
+
+    def _see(self, request: Request, states: torch.Tensor) -> None:
+        """Keep the target's states for a draft that reads them."""
+        if self.shift:
+            request.states = states if request.states is None else torch.cat((request.states, states))
 
     def _accept(self, request: Request, states: torch.Tensor, logits: torch.Tensor) -> Emission:
         """Keep what the target agrees with. Rejected rows stay in the cache, past its length, and are overwritten."""
@@ -608,9 +383,7 @@ class DecodeLoop:
         probs = None if request.probs is None or not drafted else request.probs[None]
         counts, tokens = self.sampler.accept(self._tensor([drafted])[None], probs, logits[None], noise)
         accepted, own = int(counts), int(tokens)
-        if self.draft is not None and self.draft.shift:
-            seen = states[: states.shape[0] - len(drafted) + accepted]
-            request.states = seen if request.states is None else torch.cat((request.states, seen))
+        self._see(request, states[: states.shape[0] - len(drafted) + accepted])
         return self._take(request, accepted, own, drafted)
 
     def _take(self, request: Request, accepted: int, own: int, agreed: list[int]) -> Emission:
@@ -628,14 +401,6 @@ class DecodeLoop:
             self._retire(request)
         return Emission(request.id, tuple(written), min(accepted, len(written)), proposed, finished)
 
-    def _retire(self, request: Request) -> None:
-        """Out of the batch; its pages are given back once no step in flight may write to them."""
-        (self.parked if request in self.parked else self.running).remove(request)
-        self.lifetime.retire([request.id])
-        self.content.forget([request.id])
-        self.leaving.append(request)
-        self._release()
-
     def _drafting(self) -> list[Request]:
         """Who drafts in this step. A draft that reads the target's states has those of the last step only: where it
         must begin earlier, the target runs over these tokens again in the next step.
@@ -643,29 +408,33 @@ class DecodeLoop:
         assert self.draft is not None
         if self.draft_len == 0 or self._in_vain(self.running):
             return []
-        if not self.draft.shift:
-            return list(self.running)
         rows = []
         for request in self.running:
             held = self.content.rows(request.id)
-            if len(request.tokens) - self.draft.shift - held == _count(request.states):
-                rows.append(request)
-            else:
+            lacking = request.target_rows + 1 - self.shift - held
+            if self.shift and lacking > _count(request.states):
                 request.restart(held)
+            elif lacking > 0:
+                request.states = request.states[-lacking:] if request.states is not None else None
+                rows.append(request)
         return rows
 
     def _propose(self, rows: list[Request]) -> None:
         """The draft's window: it catches up with the accepted tokens, then writes one token a step. It begins at the
-        first row that its cache lacks."""
+        first row that its cache lacks, and reads what the target has read and its last token: of a prompt in chunks,
+        the chunk."""
         assert self.draft is not None
-        shift = self.draft.shift
+        shift = self.shift
         held = {request.id: self.content.rows(request.id) for request in rows}
         rows = sorted(rows, key=lambda request: held[request.id] > 0)
-        inputs = {request.id: request.tokens[held[request.id] + shift :] for request in rows}
+        inputs = {each.id: each.tokens[held[each.id] + shift : each.target_rows + 1] for each in rows}
+        whole = {each.id for each in rows if each.prefilled}
+        for request in rows:
+            self.caches[-1].detach(request.id, held[request.id])
         batch = _batch(rows, held, {i: len(each) for i, each in inputs.items()})
         tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None
         drafted: dict[int, list[int]] = {request.id: [] for request in rows}
-        steps = self.draft_len
+        steps = self.draft_len if whole else 1
         noise = self.sampler.noise(len(rows), steps).to(tokens.device)
         drawn: list[dict[int, torch.Tensor]] = []
         with self.fsm.draft_forward(batch):
@@ -679,10 +448,12 @@ class DecodeLoop:
                 if step + 1 < steps:
                     batch, order = self._advance(batch)
                     tokens, states = tokens[order], states[order]
-        self.content.wrote({request.id: len(request.tokens) - shift for request in rows})
+        self.content.wrote({request.id: request.target_rows + 1 - shift for request in rows})
         for request in rows:
-            request.drafted, request.states = drafted[request.id], None
-            request.probs = torch.stack([each[request.id] for each in drawn]) if drawn else None
+            request.states = None
+            if request.id in whole:
+                request.drafted = drafted[request.id]
+                request.probs = torch.stack([each[request.id] for each in drawn]) if drawn else None
 
     def _advance(self, batch: Batch) -> tuple[Batch, list[int]]:
         """The next draft step's batch, and where each of its rows stood before."""

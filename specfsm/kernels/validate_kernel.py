@@ -15,6 +15,7 @@ import triton.language as tl
 from attrs import fields
 
 from specfsm.domain import NOBODY as NOBODY_ID
+from specfsm.domain import SHARED as SHARED_ID
 from specfsm.kernels import validate_reference as reference
 from specfsm.kernels.refresh import Plane
 from specfsm.kernels.validate import Check
@@ -44,7 +45,7 @@ DIVISOR, FIRST, ROW = (tl.constexpr(_CHECKS.index(name)) for name in ("divisor",
 REPEAT, OWNERS = (tl.constexpr(_CHECKS.index(name)) for name in ("repeat", "owners"))
 CHECK_FIELDS = tl.constexpr(len(_CHECKS))
 
-NOTHING, NOBODY = tl.constexpr(reference.NOTHING), tl.constexpr(NOBODY_ID)
+NOTHING, NOBODY, SHARED = tl.constexpr(reference.NOTHING), tl.constexpr(NOBODY_ID), tl.constexpr(SHARED_ID)
 OUT_OF_BOUNDS, NOT_SENTINEL = tl.constexpr(reference.BOUNDS), tl.constexpr(reference.SENTINEL)
 FOREIGN, DIFFERENT = tl.constexpr(reference.OWNER), tl.constexpr(reference.CONTENTS)
 RECIPE_SHIFT = tl.constexpr(reference.INDEX_BITS + reference.PROGRAM_BITS)
@@ -111,7 +112,7 @@ def _failed(
     page = tl.maximum(found - offset, 0) // tl.maximum(scale, 1)
     known = (owners != 0) & (page <= tl.load(plane + BOUND))
     owner = tl.load(owners.to(tl.pointer_type(tl.int64)) + page, mask=known, other=NOBODY)
-    foreign = (owners != 0) & placed & (outside == 0) & (request != NOBODY) & (owner != request)
+    foreign = (owners != 0) & placed & (outside == 0) & (request != NOBODY) & (owner != request) & (owner != SHARED)
 
     kind = tl.where(placed & (found != expected), DIFFERENT, 0)
     kind = tl.where(foreign, FOREIGN, kind)

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from specfsm.domain import NOBODY, Geometry, Unit
+from specfsm.domain import NOBODY, SHARED, Geometry, Unit
 from specfsm.kernels.recipes import INT32_MAX, ExpandRows, GatherTable, Recipe, SlidingTable, SlotMapping, source_table
 
 __all__ = ["BOUNDS", "CONTENTS", "INDEX_BITS", "NOTHING", "OWNER", "PROGRAM_BITS", "SENTINEL", "validate_reference"]
@@ -85,7 +85,7 @@ def _first(
     if owners is not None:
         slot = (found - wanted.offset).clamp(min=0) // wanted.scale.clamp(min=1)
         owner = _looked_up(owners, slot)
-        foreign = placed & ~outside & (request != NOBODY) & (owner != request)
+        foreign = placed & ~outside & (request != NOBODY) & (owner != request) & (owner != SHARED)
     kind = torch.where(placed & (found != expected), CONTENTS, 0)
     kind = torch.where(foreign, OWNER, kind)
     kind = torch.where(~placed & (found != wanted.sentinel), SENTINEL, kind)

@@ -21,6 +21,8 @@ from specfsm.domain import RowOrder
 
 VOCABULARY = 97
 SECONDARY = -(2**31)
+CHECK = "contents"
+"""The strictest check level there is: what runs under anything that may happen are held to it."""
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -447,6 +447,40 @@ def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
     assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 4, 6)
 
 
+# Draft lengths.
+
+
+@pytest.mark.parametrize("steps", range(2, 6))
+@pytest.mark.parametrize("kind", ["self", "head"])
+@pytest.mark.parametrize("mode", ["eager", *MODES])
+def test_draft_length_may_change_between_steps(mode: str, kind: str, steps: int) -> None:
+    """Down to none and up again. With overlap a step's provisional lengths may be those of the next one, which reads
+    what that step wrote over them unless it is told."""
+    loop = DecodeLoop(target(), draft(kind), settings(draft_len=2, max_tokens=50, **MODES.get(mode, {})))
+    ids = [loop.submit(prompt(44 + each, 6), 24) for each in range(2)]
+    outputs: dict[int, list[int]] = {each: [] for each in ids}
+    proposed = []
+    for number in range(60):
+        if number % steps == 0:
+            loop.draft_len = (1, 0, 2)[number // steps % 3]
+        for emission in loop.step():
+            outputs[emission.request] += emission.tokens
+            proposed.append(emission.proposed)
+        if not (loop.running or loop.pending):
+            break
+    assert outputs == {each: reference(prompt(44 + place, 6), 24) for place, each in enumerate(ids)}
+    assert {0, 1} <= {*proposed}
+
+
+def test_draft_length_has_bounds() -> None:
+    """Buffers and pages are for the longest."""
+    loop = DecodeLoop(target(), draft("self"), settings(draft_len=2))
+    for length in (-1, 3):
+        with pytest.raises(ValueError, match=rf"the draft length must be 0 to 2 .*, not {length}"):
+            loop.draft_len = length
+    assert loop.draft_len == 2
+
+
 # Room.
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from specfsm.domain import NOBODY, Geometry
+from specfsm.domain import NOBODY, SHARED, Geometry
 from specfsm.kernels import refresh_reference
 from specfsm.kernels.refresh import RefreshLaunch, Tile
 from specfsm.kernels.validate import ValidateLaunch, Violation, difference, unravel
@@ -134,6 +134,11 @@ def test_foreign_page_is_found_in_every_kind_of_table(build: Any, name: str) -> 
     if name.startswith("fp8"):
         batch_row = int(case.tensors["requests"][batch_row])
     slot = rows[batch_row] * base.shape[3]
+    spoilt = owners.clone()
+    spoilt[slot] = SHARED  # several requests hold it: each may
+    for launch in validations.values():
+        launch.know(requests, {"kv": spoilt})
+    assert [record[0] for record in records(validations, mask)] == [NOTHING, NOTHING]
     for owner in (555, NOBODY):
         spoilt = owners.clone()
         spoilt[slot] = owner
