@@ -81,7 +81,7 @@ class Step:
         self.known.copy_(torch.tensor(known))
         self.length.copy_(torch.tensor([len(request.tokens) for request in rows] + [1] * padding))
         self.live.copy_(torch.tensor([1] * len(rows) + [0] * padding))
-        if self.probs is not None and self.tokens > 1:
+        if self.probs is not None and self.tokens > 1 and rows:
             self.probs[: len(rows)] = torch.stack([request.probs for request in rows if request.probs is not None])
 
     def results(self) -> list[torch.Tensor]:
