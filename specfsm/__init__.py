@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specfsm.contracts.padding import Padding
     from specfsm.contracts.window import Window
     from specfsm.domain import (
+        NOBODY,
         AddressSpace,
         Batch,
         Domain,
@@ -78,6 +79,7 @@ _HOMES = {
     "contracts.padding": ("Padding",),
     "contracts.window": ("Window",),
     "domain": (
+        "NOBODY",
         "AddressSpace",
         "Batch",
         "Domain",

@@ -265,6 +265,10 @@ def _differ(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
     return now is not before and now != before
 
 
+def _set(values: Iterable[int]) -> frozenset[int]:
+    return frozenset(values)
+
+
 @frozen
 class Batch:
     """The requests of one phase, contexts (prefill) first, then generations.
@@ -288,7 +292,7 @@ class Batch:
     tokens: tuple[int, ...] = field(converter=_ints)
     num_contexts: int = field(default=0, validator=ge(0))
     padded: int = 0
-    dummies: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    dummies: frozenset[int] = field(default=frozenset(), converter=_set)
     packed: dict[Any, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:

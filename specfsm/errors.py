@@ -424,11 +424,12 @@ class PaddingViolated(IllegalTransition):
     Attributes:
         domain: the cache in which it would.
         reached: (row, request, page, owner), one for each page. `request` is None for padded rows, `page` is None where
-            a dummy has none for a token of its own, and `owner` is None where nobody holds the page.
+            a dummy has none for a token of its own, and `owner` is None where nobody holds the page, "several" where
+            more than one request does.
     """
 
     domain: Any = field(kw_only=True)
-    reached: tuple[tuple[int, int | None, int | None, int | None], ...] = field(kw_only=True)
+    reached: tuple[tuple[int, int | None, int | None, int | str | None], ...] = field(kw_only=True)
 
     @property
     def row(self) -> int:
@@ -446,15 +447,18 @@ class PaddingViolated(IllegalTransition):
         return self.reached[0][2]
 
     @property
-    def owner(self) -> int | None:
+    def owner(self) -> int | str | None:
         """Whose that page is."""
         return self.reached[0][3]
 
-    def _line(self, row: int, request: int | None, page: int | None, owner: int | None) -> str:
+    def _line(self, row: int, request: int | None, page: int | None, owner: int | str | None) -> str:
         who = f"padded row {row}" if request is None else f"row {row}, the dummy {request},"
         if page is None:
             return f"{who} has no page in the {self.domain}'s cache for a token that it writes"
-        held = "which is free, and whose rows may be wanted again" if owner is None else f"which request {owner} holds"
+        held = {
+            None: "which is free, and whose rows may be wanted again",
+            "several": "which several requests hold",
+        }.get(owner, f"which request {owner} holds")  # type: ignore[arg-type]  # a request's id has no entry
         return f"{who} resolves to page {page} of the {self.domain}'s cache, {held}"
 
     def reasons(self) -> tuple[str, ...]:

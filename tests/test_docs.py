@@ -27,6 +27,7 @@ from specfsm import (
     Unit,
     errors,
 )
+from specfsm.domain import NOBODY
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -65,6 +66,12 @@ class Manager:
         while len(held) < self.geometry.blocks(tokens):
             held.append(self._free.pop())
             self.blocks_version += 1
+
+    def page_owners(self, pool: str) -> list[int]:
+        owner = {
+            slot: request for request, held in reversed(self.slots.items()) for slot in held
+        }  # the first to hold it
+        return [owner.get(slot, NOBODY) for slot in range(self.geometry.blocks_in_primary_pool)]
 
     def arrange(self, request_ids: Any) -> list[int]:
         self.host_block_offsets.fill_(-1)

@@ -50,7 +50,7 @@ def patch_base(view: DomainView, host: torch.Tensor, note: tuple[int, int] | Non
 def fill_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """Row of the batch → row of the manager's table; -1 in padded rows."""
     if view.geometry.row_order is RowOrder.BATCH:
-        return host.copy_(first_rows(len(view.batch) if view.batch is not None else 0, host.shape[0]))
+        return host.copy_(first_rows(len(view.batch or ()), host.shape[0]))
     return host.copy_(pad(view.rows(), host.shape[0], -1))
 
 
@@ -83,7 +83,7 @@ def pad(live: Sequence[int], size: int, sentinel: int) -> torch.Tensor:
     return torch.frombuffer(rows, dtype=torch.int32) if size else torch.empty(0, dtype=torch.int32)
 
 
-def _num_seqs(view: DomainView) -> int:
+def _num_rows(view: DomainView) -> int:
     return view.batch.rows if view.batch is not None else 0
 
 
@@ -93,7 +93,7 @@ def runtime(of: str) -> Alias:
         f"{of}_runtime",
         of=of,
         reads=("batch",),
-        derive=lambda buffer, view: buffer[: _num_seqs(view)],
+        derive=lambda buffer, view: buffer[: _num_rows(view)],
         note="view [:num_seqs]",
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specfsm.backends.resource import Buffer
-from specfsm.domain import NOBODY, Batch, Domain, Geometry, KVManager, OwningKVManager
+from specfsm.domain import NOBODY, SHARED, Batch, Domain, Geometry, KVManager, OwningKVManager
 from specfsm.errors import PaddingViolated, UnknownMetadata
 from specfsm.kernels.recipes import PLACES, GatherTable
 from specfsm.states.phase import PHASE
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Padding"]
 
-Reached = tuple[int, int | None, int | None, int | None]
+Reached = tuple[int, int | None, int | None, int | str | None]
 """(row, request, page, owner), as in `PaddingViolated.reached`."""
 
 
@@ -87,7 +87,7 @@ class Padding:
             for page, owner in _sentinels(tables, owners, manager.geometry):
                 if owner != NOBODY and owner not in mine:
                     for row in range(len(batch), batch.rows):
-                        yield row, None, page, owner
+                        yield row, None, page, _somebody(owner)
 
     def _short(self, domain: Domain, batch: Batch) -> Iterator[Reached]:
         """The dummies that have no page for a token of theirs: behind its pages a row holds the sentinel."""
@@ -128,5 +128,5 @@ def _sentinels(tables: Iterable[Buffer], owners: Mapping[str, Any], geometry: Ge
             yield page, int(owners[space.pool][page])
 
 
-def _somebody(owner: Any) -> int | None:
-    return None if int(owner) == NOBODY else int(owner)
+def _somebody(owner: Any) -> int | str | None:
+    return {NOBODY: None, SHARED: "several"}.get(int(owner), int(owner))

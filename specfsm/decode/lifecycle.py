@@ -62,8 +62,8 @@ class Lifecycle:
         raise NotImplementedError
 
     def _dummy_blocks(self, page: int) -> int:
-        """Pages that the dummy rows of padded batches hold, in each cache."""
-        return 0 if self.settings.graphs == "off" else self.settings.max_requests * -(-2 * self.settings.window // page)
+        """Pages that the dummies hold, in each cache."""
+        return self.settings.dummies * -(-2 * self.settings.window // page)
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """Queue a request.

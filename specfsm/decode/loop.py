@@ -16,6 +16,7 @@ from attrs import evolve
 from specfsm.backends.backend import Sizes
 from specfsm.contracts.consensus import Consensus
 from specfsm.contracts.lifetime import Flight
+from specfsm.contracts.padding import Padding
 from specfsm.contracts.window import Window
 from specfsm.decode.attention import FLAVOURS, Flavour, Pass
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
@@ -123,10 +124,9 @@ class DecodeLoop(Lifecycle):
             row_order=settings.row_order,
             dtype=settings.dtype,
         )
-        batches = 2 if settings.graphs == "off" else 3  # those that run or leave, those that are offloaded, dummies
         cache = flavour.caches[domain](
             geometry,
-            max_requests=batches * settings.max_requests,
+            max_requests=2 * settings.max_requests + settings.dummies,  # those that run or leave, and the offloaded
             host_blocks=settings.host_blocks,
             device=settings.device,
         )
@@ -140,9 +140,7 @@ class DecodeLoop(Lifecycle):
 
     def _dummies(self) -> tuple[int, ...]:
         """Requests that pad a batch: they resolve in both caches and write to pages of their own."""
-        if self.settings.graphs == "off":
-            return ()
-        dummies = tuple(range(-self.settings.max_requests, 0))
+        dummies = tuple(range(-self.settings.dummies, 0))
         for request in dummies:
             self.lifetime.begin(request)
             self.content.begin(request, self.limit)  # whatever lies there will do
@@ -169,7 +167,8 @@ class DecodeLoop(Lifecycle):
 
     def _contracts(self) -> tuple[Contract, ...]:
         """The rules that every event of this loop is held to, before those that it was given."""
-        return (self.lifetime, self.window) if self.draft is None else (self.lifetime, self.window, self.content)
+        rules = (self.lifetime, Padding(), self.window)
+        return rules if self.draft is None else (*rules, self.content)
 
     @property
     def draft_len(self) -> int:
@@ -221,6 +220,27 @@ class DecodeLoop(Lifecycle):
         emissions, self._unreported = self._unreported, []
         return emissions
 
+    @torch.no_grad()
+    def idle(self, rows: int = 1) -> None:
+        """One step of dummies alone, for a rank that has nothing to do while the others step: it meets them in their
+        collectives, and what it writes reaches no page but the dummies'.
+
+        Args:
+            rows: of the others' batches; padded to a captured size as theirs are.
+
+        Raises:
+            ValueError: there are not so many dummies. `Settings.idles` keeps one for each row of a batch.
+        """
+        size = self.settings.padded(rows)
+        if not 0 < size <= len(self.dummies):
+            raise ValueError(f"an idle step of {size} rows needs as many dummies, and there are {len(self.dummies)}")
+        self._unreported += self._drain()
+        for request in self.running:  # views of a step's buffers, which the dummies may run in now
+            request.probs = None if request.probs is None else request.probs.clone()
+        self._unreported += self._collect(self._speculate([], size))
+        if self.draft is not None and not self.draft_len:
+            self._skip()
+
     def _advance_all(self) -> None:
         if self._static() and self._launch():
             return
@@ -262,7 +282,8 @@ class DecodeLoop(Lifecycle):
         """Start a static step and read the one before. False where the draft's cache lacks rows: they are re-filled by
         a step of its own."""
         try:
-            before, self.pending = self.pending, self._speculate(self.running)
+            size = self.settings.padded(len(self.running))
+            before, self.pending = self.pending, self._speculate(self.running, size)
         except DraftContentInvalid:
             self._unreported += self._drain()
             return not self.running
@@ -271,9 +292,9 @@ class DecodeLoop(Lifecycle):
             self._unreported += self._drain()
         return True
 
-    def _speculate(self, rows: list[Request]) -> _Pending:
-        """A step of generations only, on the device: see `specfsm.decode.step`."""
-        size, new = self.settings.padded(len(rows)), self.draft_len + 1
+    def _speculate(self, rows: list[Request], size: int) -> _Pending:
+        """A step of generations only, on the device, run with `size` rows: see `specfsm.decode.step`."""
+        new, dummies = self.draft_len + 1, self.dummies[: size - len(rows)]
         step = self.steps.get((size, self.draft_len)) or Step(self, size, self.draft_len)
         self.steps[size, self.draft_len] = step
         self._forget(step)
@@ -282,17 +303,18 @@ class DecodeLoop(Lifecycle):
         for request in rows:
             for cache in self.caches:
                 cache.reserve(request.id, min(len(request.tokens) + ahead + new + new - 1, self.limit))
-        ids = [*(request.id for request in rows), *self.dummies[: size - len(rows)]]
+        ids = [*(request.id for request in rows), *dummies]
         known = [*(len(request.tokens) + ahead for request in rows), *[1] * (size - len(rows))]
-        target = Batch(ids, [min(length - 1 + new, self.limit) for length in known], [new] * size)
+        target = Batch(ids, [min(length - 1 + new, self.limit) for length in known], [new] * size, dummies=dummies)
         draft = None
-        if self.draft is not None:
-            draft = Batch(ids, [min(length - self.draft.shift + new, self.limit) for length in known], [new] * size)
+        if self.draft is not None and self.draft_len:
+            lengths = [min(length - self.draft.shift + new, self.limit) for length in known]
+            draft = evolve(target, kv_lens=lengths)
         try:
             with self._or_skip():
                 step.run(target, draft)
         except BaseException:
-            step.holds = ()
+            step.holds = None
             for request in rows:
                 request.drafted = []
             raise
@@ -306,7 +328,7 @@ class DecodeLoop(Lifecycle):
         """The requests move on without these steps: what they hold on the device is of the past."""
         for step in self.steps.values():
             if step is not but:
-                step.holds = ()
+                step.holds = None
 
     def _continues(self) -> bool:
         """Whether the step in flight, if any, may be followed by another one unseen."""

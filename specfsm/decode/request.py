@@ -32,6 +32,7 @@ class Settings:
         prefix_cache: a request begins with the pages that an earlier one left of the same prompt.
         unified: the reason why the draft keeps its KV in the target's cache, in layers behind the target's; by default
             it has a cache of its own. Then the pages are the target's, whatever is said of the draft's.
+        idles: keep dummies for `DecodeLoop.idle` although nothing is padded to a captured size.
     """
 
     backend: str = "trtllm"
@@ -53,6 +54,12 @@ class Settings:
     chunk: int | None = field(default=None, validator=optional(ge(1)))
     prefix_cache: bool = False
     unified: str | None = None
+    idles: bool = False
+
+    @property
+    def dummies(self) -> int:
+        """Requests that are nobody's: enough for a batch of nothing else."""
+        return self.max_requests if self.idles or self.graphs != "off" else 0
 
     @property
     def window(self) -> int:

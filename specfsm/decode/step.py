@@ -43,6 +43,7 @@ class Step:
         choices: [B, 1 + L], the drafted tokens with the target's own one written over the first that it rejects.
         accepted: [B], how many drafted tokens it agrees with.
         states: [B x (1 + L), width], the target's states, for a draft that reads them.
+        holds: the requests whose tokens and lengths are on the device; None where they are of the past.
         noise: [B, 2 L + 1], the step's uniform numbers; unused when greedy.
         probs: [B, L, vocabulary], what the drafted tokens were drawn from; None when greedy.
     """
@@ -64,7 +65,7 @@ class Step:
         self.first = torch.arange(size, device=device) * self.tokens
         outputs = (self.choices, self.accepted, self.known)
         self.host = [[torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in outputs] for _ in "ab"]
-        self.holds: tuple[int, ...] = ()
+        self.holds: tuple[int, ...] | None = None
         self.runs = 0
         self.graph: Graph | None = None
         self.engine: GraphEngine | None = None
@@ -80,7 +81,7 @@ class Step:
         self.known.copy_(torch.tensor(known))
         self.length.copy_(torch.tensor([len(request.tokens) for request in rows] + [1] * padding))
         self.live.copy_(torch.tensor([1] * len(rows) + [0] * padding))
-        if self.probs is not None and self.tokens > 1:
+        if self.probs is not None and self.tokens > 1 and rows:
             self.probs[: len(rows)] = torch.stack([request.probs for request in rows if request.probs is not None])
 
     def results(self) -> list[torch.Tensor]:
