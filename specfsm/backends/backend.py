@@ -334,7 +334,10 @@ def _address_spaces_agree(backend: Backend) -> Iterator[str]:
         for operand, unit in resource.recipe.expects.items():
             space = spaces.get(operand)
             if operand in spaces and (space is None or space.unit is not unit):
-                yield f"{resource.name} reads {operand} counted in {unit.value}, but it holds {_held(space)}"
+                yield (
+                    f"{resource.name} reads {operand} counted in {unit.value}, but it holds {_held(space)}: "
+                    "translate it first, or correct its space"
+                )
         held = resource.recipe.holds
         if held is not None and (resource.space is None or resource.space.unit is not held):
             yield f"{resource.name}'s recipe writes units of {held.value}, but it declares {_held(resource.space)}"

@@ -427,7 +427,7 @@ def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int
     wanted = shape_in(resource, axes)
     axis_names = ", ".join(str(axis) for axis in resource.shape)
     if not isinstance(value, torch.Tensor):
-        return [f"{attribute} [{domain}] is missing: a {resource.dtype} tensor [{axis_names}] = {list(wanted)} is due"]
+        return [f"{attribute} [{domain}] is missing: {resource.dtype} [{axis_names}] = {list(wanted)} is due"]
     found = str(value.dtype).removeprefix("torch.")
     faults = []
     if found != resource.dtype:

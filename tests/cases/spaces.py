@@ -31,7 +31,10 @@ class BlockIdsAsSlots(Case):
     rule, name, refused = "R6", "TensorRT-LLM #13124", IncompleteBackend
     facts = {
         "backend": "mla",
-        "offenders": ("block_table reads block_ids counted in entry, but it holds kv/block",),
+        "offenders": (
+            "block_table reads block_ids counted in entry, but it holds kv/block: "
+            "translate it first, or correct its space",
+        ),
     }
     words = ("block_table reads block_ids counted in entry, but it holds kv/block",)
 

@@ -24,7 +24,7 @@ class FirstPassReusesMetadata(Case):
 
 
 class WindowInOneGraph(Case):
-    """All draft steps are captured in one graph that advances lengths and layout itself. Metadata is built once for the
+    """All draft steps are captured in one graph that advances the lengths itself. Metadata is built once for the
     whole window; nothing is built between the steps."""
 
     rule, name, refused = "R2", "vLLM #46849", None
