@@ -87,7 +87,11 @@ class Engine:
         if metadata is None:
             backend.allocate(self.metadata, self.target, self.draft, SIZES, "cpu")
         self.fsm = Orchestrator(
-            self.metadata, backend=backend, target=self.target, draft=draft or self.draft, **options
+            self.metadata,
+            backend=backend,
+            target=self.target,
+            draft=draft or self.draft,
+            **{"check": "stamps", **options},
         )
 
     def batch(self, length: int = 8, tokens: int = 4, contexts: int = 0) -> Batch:

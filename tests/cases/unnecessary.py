@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specfsm import DSA, Graph, Trtllm, UnifiedCache
 from tests.cases.case import Case
-from tests.cases.engine import DRAFT, Engine
+from tests.cases.engine import Engine
 
 
 class FirstPassReusesMetadata(Case):
@@ -49,7 +49,12 @@ class WindowInOneGraph(Case):
         graph = self.record(engine)
         engine.fsm.trace.clear()
         engine.fsm.target_prepare()
-        with engine.fsm.draft_replay(graph):
-            pass
-        assert [each.event for each in engine.fsm.trace] == ["target_prepare", "draft_replay", "restore"]
-        assert engine.fsm.batch(DRAFT) is not None
+        for _ in range(2):
+            with engine.fsm.draft_replay(graph):
+                pass
+            engine.fsm.target_prepare()
+        first, again = (each for each in engine.fsm.trace if each.event == "draft_replay")
+        resources = engine.fsm.trace.resources
+        assert resources(first.refreshed) == ()
+        assert resources(again.refreshed) == ("kv_lens_cuda",), "which the graph has advanced"
+        assert {"req_idx_per_token", "slot_mapping_fp8", "block_table"} <= {*resources(again.proven)}
