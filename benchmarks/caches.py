@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specfsm.decode.cache import RowLog
 from specfsm.domain import Geometry
 
 __all__ = ["Cache"]
@@ -47,6 +48,7 @@ class Cache:
         self.blocks = torch.zeros((rows, width), dtype=torch.int32)
         self.reserved = torch.zeros(rows, dtype=torch.int64)
         self.changed: list[int] = []
+        self._log = RowLog(rows)
 
     def reserve(self, tokens: Tensor) -> None:
         """Give each row the pages of so many tokens. `changed` says whose table moved."""
@@ -58,6 +60,7 @@ class Cache:
         self.blocks_version += bool(self.changed)
 
     def _write(self, row: int, blocks: int) -> None:
+        self._log.write(row)
         pages = self._pages[row, :blocks]
         self.blocks[row, :blocks], self.blocks[row, blocks:] = pages, 0
         self.sliding_base[0, row, :, :blocks], self.sliding_base[0, row, :, blocks:] = pages, -1
@@ -70,6 +73,9 @@ class Cache:
 
     def arrange(self, request_ids: Sequence[int]) -> Sequence[int]:
         return range(len(request_ids))
+
+    def changed_rows(self, since: int | None) -> tuple[int, Tensor | None]:
+        return self._log.since(since)
 
     @property
     def sliding_pools(self) -> list[list[int]]:

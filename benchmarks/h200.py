@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.decode import ByHand
+from benchmarks.losslessness import differences
 from specfsm.decode.loop import DecodeLoop, Settings
 from specfsm.decode.model import Model, make_draft
 from specfsm.decode.weights import load_target
@@ -84,13 +85,6 @@ class Bench:
         outputs = loop.run()
         return [outputs[request] for request in requests]
 
-    def gap(self, prompt: int, tokens: list[int], one: int, other: int) -> float:
-        """How far apart a float32 model without a cache finds the two tokens that two runs chose."""
-        ids = torch.tensor([[*self.ids(PROMPTS[prompt]), *tokens]], device=self.options.device)
-        with torch.no_grad():
-            logits = self.plain(ids).logits[0, -1]
-        return abs(float(logits[one] - logits[other]))
-
 
 def matrix(bench: Bench) -> list[dict[str, Any]]:
     """Speculative against target-only decoding, through the same kernels."""
@@ -102,21 +96,11 @@ def matrix(bench: Bench) -> list[dict[str, Any]]:
             loop = bench.loop(variant, nextn, graphs=graphs, overlap=overlap)
             outputs = bench.outputs(loop, bench.options.new_tokens)
             row = {"variant": name, "nextn": nextn, "graphs": graphs, "overlap": overlap, "forwards": loop.forwards}
-            row |= {"replays": loop.replays, "differs": differences(bench, outputs, alone)}
+            found = differences(bench.plain, [bench.ids(prompt) for prompt in PROMPTS], outputs, alone)
+            row |= {"replays": loop.replays, "differs": [str(each) for each in found]}
             rows.append(row)
             print(row, flush=True)
     return rows
-
-
-def differences(bench: Bench, ours: list[list[int]], theirs: list[list[int]]) -> list[dict[str, Any]]:
-    """The first difference of each prompt, with its logit gap."""
-    found = []
-    for prompt, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        place = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-        if place is not None:
-            gap = bench.gap(prompt, one[:place], one[place], other[place])
-            found.append({"prompt": prompt, "token": place, "logit gap in float32": round(gap, 4)})
-    return found
 
 
 def missed(bench: Bench) -> dict[str, Any]:

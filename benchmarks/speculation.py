@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.losslessness import differences
 from specfsm.decode.loop import DecodeLoop, Emission, Settings
 from specfsm.decode.model import Model, make_draft
 from specfsm.decode.weights import load_target
@@ -117,14 +118,16 @@ class Bench:
             "phases_ms": {row.event: row.total_ns / 1e6 for row in loop.fsm.trace.summary()},
         }
 
+    def plain(self) -> Any:
+        """The target in float32 with the attention of transformers: the judge of close choices."""
+        return load_target(self.options.target, dtype=torch.float32, device=self.options.device)[0]
 
-def first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
-    """Where two runs differ first; empty if nowhere."""
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one != other:
-            pairs = enumerate(zip(one, other, strict=False))
-            return f"prompt {number}, token {next((at for at, pair in pairs if pair[0] != pair[1]), 'length')}"
-    return ""
+    def difference(self, prompts: list[tuple[str, list[int]]], ours: list[list[int]], theirs: list[list[int]]) -> str:
+        """How many prompts were answered in other words, and the first one's place and logit gap; empty if none."""
+        if ours == theirs:
+            return ""
+        found = differences(self.plain(), [ids for _, ids in prompts], ours, theirs)
+        return f"{len(found)} of {len(prompts)} differ; first {found[0]}"
 
 
 def measure(bench: Bench, batch: int) -> list[dict[str, Any]]:
@@ -145,7 +148,7 @@ def measure(bench: Bench, batch: int) -> list[dict[str, Any]]:
     for nextn, results in runs.items():
         speed = statistics.median(run["tokens_per_second"] for run in results)
         row = {key: value for key, value in results[-1].items() if key != "outputs"}
-        difference = first_difference(results[-1]["outputs"], runs[0][-1]["outputs"])
+        difference = bench.difference(prompts, results[-1]["outputs"], runs[0][-1]["outputs"])
         rows.append(
             row
             | {

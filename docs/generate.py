@@ -22,7 +22,7 @@ from specfsm.cli import matrix_markdown
 from specfsm.domain import INPUTS
 from specfsm.states import TABLES
 from specfsm.states.diagram import markdown, mermaid, pipe_table
-from tests.cases.case import every_case
+from tests.cases.case import reports
 from tests.cases.examples import example
 
 __all__ = ["COMMAND", "DOCUMENTS", "REGIONS", "generated", "main"]
@@ -120,12 +120,12 @@ def cases() -> str:
     """Every public case by rule: what happened, and what its faulty order of actions is refused with."""
     rows = [
         (
-            case.rule,
-            f"[{case.name}]({case.link()})",
-            case.situation(),
-            f"`{case.refused.__name__}`" if case.refused else "nothing: rightly left out",
+            each.rule,
+            f"[{each.name}]({each.link})",
+            each.situation,
+            ", ".join(f"`{name}`" for name in each.refused) or "nothing: rightly left out",
         )
-        for case in every_case().values()
+        for each in reports()
     ]
     return pipe_table(("rule", "report", "what happened", "refused with"), rows)
 

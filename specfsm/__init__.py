@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specfsm.contracts.consensus import Consensus
     from specfsm.contracts.content import DraftContent
     from specfsm.contracts.lifetime import Lifetime
+    from specfsm.contracts.padding import Padding
     from specfsm.contracts.window import Window
     from specfsm.domain import (
         AddressSpace,
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
         Domain,
         Geometry,
         KVManager,
+        OwningKVManager,
         RowOrder,
         SlidingKVManager,
+        TrackingKVManager,
         UnifiedCache,
         Unit,
     )
     from specfsm.errors import (
+        ContentsViolated,
         DraftContentInvalid,
         GraphContractBroken,
         IllegalTransition,
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
         InvalidTable,
         NestedEvent,
         NestedPhase,
+        PaddingViolated,
         PendingTransfer,
         RankDisagreement,
         RankSilent,
@@ -70,6 +75,7 @@ _HOMES = {
     "contracts.consensus": ("Consensus",),
     "contracts.content": ("DraftContent",),
     "contracts.lifetime": ("Lifetime",),
+    "contracts.padding": ("Padding",),
     "contracts.window": ("Window",),
     "domain": (
         "AddressSpace",
@@ -77,12 +83,15 @@ _HOMES = {
         "Domain",
         "Geometry",
         "KVManager",
+        "OwningKVManager",
         "RowOrder",
         "SlidingKVManager",
+        "TrackingKVManager",
         "UnifiedCache",
         "Unit",
     ),
     "errors": (
+        "ContentsViolated",
         "DraftContentInvalid",
         "GraphContractBroken",
         "IllegalTransition",
@@ -90,6 +99,7 @@ _HOMES = {
         "InvalidTable",
         "NestedEvent",
         "NestedPhase",
+        "PaddingViolated",
         "PendingTransfer",
         "RankDisagreement",
         "RankSilent",

@@ -15,13 +15,16 @@ from attrs.validators import ge, gt
 
 __all__ = [
     "INPUTS",
+    "NOBODY",
     "AddressSpace",
     "Batch",
     "Domain",
     "Geometry",
     "KVManager",
+    "OwningKVManager",
     "RowOrder",
     "SlidingKVManager",
+    "TrackingKVManager",
     "UnifiedCache",
     "Unit",
 ]
@@ -171,6 +174,37 @@ class KVManager(Protocol):
         ...
 
 
+NOBODY = -(2**63)
+"""In a table of request ids: no request."""
+
+
+@runtime_checkable
+class OwningKVManager(KVManager, Protocol):
+    """A manager that tells whose each page is, so that what a row resolves to can be judged."""
+
+    def page_owners(self, pool: str) -> Any:
+        """The request that holds each slot of a primary pool: int64 [blocks_in_primary_pool] on the host, `NOBODY`
+        where none does. None: it does not tell for this pool.
+
+        Args:
+            pool: as the backend's address spaces name it.
+        """
+        ...
+
+
+@runtime_checkable
+class TrackingKVManager(KVManager, Protocol):
+    """What a manager may say beside that, so that only the rows that changed are staged."""
+
+    def changed_rows(self, since: int | None) -> tuple[int, Any]:
+        """(version of the table now, rows of `host_block_offsets` that were written since it had the version `since`).
+
+        The rows are an int64 tensor on the host, in any order; None where they are not known, and always for None.
+        Every write counts, those of `arrange` too. It is asked after `arrange`.
+        """
+        ...
+
+
 @runtime_checkable
 class SlidingKVManager(KVManager, Protocol):
     """What a backend with a sliding window asks beside that. L layers, Y types of sliding table.
@@ -222,6 +256,11 @@ def _ints(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _differ(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    """Identity first: what an engine keeps from step to step need not be compared entry by entry."""
+    return now is not before and now != before
+
+
 @frozen
 class Batch:
     """The requests of one phase, contexts (prefill) first, then generations.
@@ -231,12 +270,22 @@ class Batch:
         kv_lens: tokens of each request in the domain's cache once this phase has written its own.
         tokens: tokens of each request in this phase; ``kv_lens - tokens`` were there before.
         num_contexts: rows that prefill; the rest generate.
+        padded: rows that the phase is run with, where that is more than there are requests: a captured size, say. Rows
+            behind the last request are nobody's: every resource holds its sentinel there. 0: no row is added.
+        dummies: those of the requests that are nobody's. Each resolves in the domain's cache as any request does, to
+            pages of its own, so that what its row writes reaches no other's.
+
+    Attributes:
+        packed: what was made of it before, by whoever packs it for a device: the same batch often serves both domains.
     """
 
     request_ids: tuple[int, ...] = field(converter=_ints)
     kv_lens: tuple[int, ...] = field(converter=_ints)
     tokens: tuple[int, ...] = field(converter=_ints)
     num_contexts: int = field(default=0, validator=ge(0))
+    padded: int = 0
+    dummies: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    packed: dict[Any, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         sizes = {"request_ids": len(self.request_ids), "kv_lens": len(self.kv_lens), "tokens": len(self.tokens)}
@@ -249,9 +298,35 @@ class Batch:
         for request, kv_len, tokens in zip(self.request_ids, self.kv_lens, self.tokens, strict=True):
             if not 0 < tokens <= kv_len:
                 raise ValueError(f"request {request} has {tokens} tokens in this phase, but a KV length of {kv_len}")
+        if self.padded or self.dummies:
+            self._check_padding()
+
+    def _check_padding(self) -> None:
+        if self.padded and self.padded < len(self.request_ids):
+            raise ValueError(f"a batch of {len(self.request_ids)} requests cannot be run with {self.padded} rows")
+        strangers = sorted(self.dummies.difference(self.request_ids))
+        if strangers:
+            raise ValueError(f"the dummies {strangers} are no requests of the batch: {self.request_ids}")
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows that the phase is run with: the requests', dummies included, and the padded ones behind them."""
+        return self.padded or len(self.request_ids)
+
+    @property
+    def live_rows(self) -> tuple[int, ...]:
+        """The rows whose results count: those of requests that are no dummies."""
+        if not self.dummies:
+            return tuple(range(len(self.request_ids)))
+        return tuple(row for row, request in enumerate(self.request_ids) if request not in self.dummies)
+
+    @property
+    def dummy_rows(self) -> tuple[int, ...]:
+        """The rows of the dummies; padded rows, which no request has, are not among them."""
+        return tuple(row for row, request in enumerate(self.request_ids) if request in self.dummies)
 
     @property
     def num_tokens(self) -> int:
@@ -264,11 +339,16 @@ class Batch:
         if previous is None:
             return ("batch", "lengths", "layout")
         moved = []
-        if self.request_ids != previous.request_ids or self.num_contexts != previous.num_contexts:
+        if (
+            _differ(self.request_ids, previous.request_ids)
+            or self.num_contexts != previous.num_contexts
+            or (self.padded != previous.padded and self.rows != previous.rows)
+            or self.dummies != previous.dummies
+        ):
             moved.append("batch")
-        if self.kv_lens != previous.kv_lens:
+        if _differ(self.kv_lens, previous.kv_lens):
             moved.append("lengths")
-        if self.tokens != previous.tokens:
+        if _differ(self.tokens, previous.tokens):
             moved.append("layout")
         return tuple(moved)
 
@@ -276,7 +356,8 @@ class Batch:
         """The batch of the next draft step: one more token each; generations first, then the former contexts.
 
         The order is TensorRT-LLM's: after the first draft step of a batch with context rows every row generates, and
-        its tables become the concatenation (generation rows, context rows).
+        its tables become the concatenation (generation rows, context rows). Dummies stay dummies wherever their rows
+        go, and padded rows stay behind all of them.
         """
         cut = self.num_contexts
         order = (*range(cut, len(self)), *range(cut))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = [
+    "ContentsViolated",
     "DraftContentInvalid",
     "GraphContractBroken",
     "IllegalTransition",
@@ -23,6 +24,7 @@ __all__ = [
     "InvalidTable",
     "NestedEvent",
     "NestedPhase",
+    "PaddingViolated",
     "PendingTransfer",
     "RankDisagreement",
     "RankSilent",
@@ -295,6 +297,81 @@ class RefreshDeclined(StaleResource):
 
 
 @define(auto_exc=True, eq=False)
+class ContentsViolated(IllegalTransition):
+    """What a fresh resource holds is not what it must hold (check level "contents"). Observed at a later transition
+    than the one that validated it, and reported once for each validation that finds it.
+
+    Raised by any event, by `finish` and `settle` at the latest; in mode "log" it is only warned of.
+
+    Attributes:
+        backend: the backend's name.
+        resource, domain: what was validated.
+        failed: "bounds" (no place of this domain's pool), "owner" (another request's page), "sentinel" (a padded row or
+            column holds something) or "contents" (another value than a recomputation gives).
+        index: which element; empty for a value that is no buffer.
+        row, column: of the table; None where it has no such axis.
+        request: whose row it is; None for a padded one, or where rows are no requests.
+        found, expected: what it holds, and what the recomputation gives.
+        owner: whose page was found, where the manager tells; None for nobody's.
+        since: the event after whose refresh it was validated.
+        moved: input → (version at the last refresh, version then) of what moved though the resource declares that it
+            does not read it: an invariant or alias that is none.
+    """
+
+    backend: str = field(default="", kw_only=True)
+    resource: str = field(default="", kw_only=True)
+    domain: Any = field(default=None, kw_only=True)
+    failed: str = field(default="contents", kw_only=True)
+    index: tuple[int, ...] = field(default=(), kw_only=True)
+    row: int | None = field(default=None, kw_only=True)
+    column: int | None = field(default=None, kw_only=True)
+    request: int | None = field(default=None, kw_only=True)
+    found: Any = field(default=None, kw_only=True)
+    expected: Any = field(default=None, kw_only=True)
+    owner: int | None = field(default=None, kw_only=True)
+    since: str = field(default="", kw_only=True)
+    moved: dict[str, tuple[int, int]] = field(factory=dict, kw_only=True)
+
+    @property
+    def place(self) -> str:
+        at = "" if not self.index else f" at {list(self.index)}"
+        names = {"row": self.row, "column": self.column, "request": self.request}
+        known = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+        return f"{self.backend}.{self.resource} [{self.domain}]{at}" + (f" ({known})" if known else "")
+
+    @property
+    def cause(self) -> str:
+        why = {
+            "bounds": "which is no place of this domain's pool",
+            "owner": "a page of " + ("nobody" if self.owner is None else f"request {self.owner}"),
+            "sentinel": "though nothing may stand there",
+            "contents": "though its stamp is fresh",
+        }
+        return f"{why[self.failed]}; recomputed from its inputs it is {self.expected}"
+
+    def reasons(self) -> tuple[str, ...]:
+        moves = (
+            f"declared not to read {name}; {name} moved {was} → {now} since its last refresh"
+            for name, (was, now) in self.moved.items()
+        )
+        return (
+            f"{self.place} holds {self.found}, {self.cause}",
+            f"found by the validation after {self.since}: what ran since may have read it",
+            *moves,
+            f"to mend: {self.remedy}",
+        )
+
+    @property
+    def remedy(self) -> str:
+        if self.moved:
+            return f"add {' or '.join(self.moved)} to what {self.resource} reads, if it does"
+        return (
+            f"find what writes it (or frees its pages) without a report; to go on now: dirty({self.resource!r}, "
+            f"{str(self.domain).upper()}), and the next phase of that cache writes it again"
+        )
+
+
+@define(auto_exc=True, eq=False)
 class TargetMutated(IllegalTransition):
     """A target resource was written, rebound or edited while the draft phase was active.
 
@@ -401,6 +478,57 @@ class WindowOverflow(IllegalTransition):
             "writing on would land in whatever the table holds behind its last page",
             "to mend: allocate its pages for the whole window first, shorten the window, or go without a draft",
         )
+
+
+@define(auto_exc=True, eq=False)
+class PaddingViolated(IllegalTransition):
+    """A row that is nobody's, padded or a dummy's, would read and write pages that are not its own.
+
+    Raised by the contract `Padding`.
+
+    Attributes:
+        domain: the cache in which it would.
+        reached: (row, request, page, owner), one for each page. `request` is None for padded rows, `page` is None where
+            a dummy has none for a token of its own, and `owner` is None where nobody holds the page.
+    """
+
+    domain: Any = field(kw_only=True)
+    reached: tuple[tuple[int, int | None, int | None, int | None], ...] = field(kw_only=True)
+
+    @property
+    def row(self) -> int:
+        """The first such row."""
+        return self.reached[0][0]
+
+    @property
+    def request(self) -> int | None:
+        """The dummy whose row it is; None for a padded row."""
+        return self.reached[0][1]
+
+    @property
+    def page(self) -> int | None:
+        """The first page that it would reach."""
+        return self.reached[0][2]
+
+    @property
+    def owner(self) -> int | None:
+        """Whose that page is."""
+        return self.reached[0][3]
+
+    def _line(self, row: int, request: int | None, page: int | None, owner: int | None) -> str:
+        who = f"padded row {row}" if request is None else f"row {row}, the dummy {request},"
+        if page is None:
+            return f"{who} has no page in the {self.domain}'s cache for a token that it writes"
+        held = "which is free, and whose rows may be wanted again" if owner is None else f"which request {owner} holds"
+        return f"{who} resolves to page {page} of the {self.domain}'s cache, {held}"
+
+    def reasons(self) -> tuple[str, ...]:
+        lines = (self._line(*each) for each in self.reached)
+        if self.request is None:
+            remedy = f"keep page {self.page} from requests, pad with a sentinel that is no page, or pad with dummies"
+        else:
+            remedy = "give each dummy pages of its own in both caches, for every token that its row may write"
+        return (*lines, "what the row writes there is read as the owner's", f"to mend: {remedy}")
 
 
 @define(auto_exc=True, eq=False)

@@ -62,16 +62,22 @@ def explain(
     phase: Phase,
     serves: Domain,
     unified: UnifiedCache | None,
+    unowned: Sequence[str] = (),
 ) -> Explanation:
-    """Look at every (resource, domain) without touching any."""
+    """Look at every (resource, domain) without touching any.
+
+    Args:
+        unowned: at check level "contents", the tables whose pages are compared with no owner.
+    """
     distinct = dict.fromkeys(bindings)
     lines = tuple(
         _line(resource, ledger, binding, binding.present[place])
         for place, resource in enumerate(backend.resources)
         for binding in distinct
     )
-    note = f"the draft shares the target's cache: {unified.reason}" if unified else ""
-    return Explanation(phase, serves, backend.name, note, lines)
+    shared = f"the draft shares the target's cache: {unified.reason}" if unified else ""
+    owners = f"the manager does not tell who owns the pages of {', '.join(unowned)}" if unowned else ""
+    return Explanation(phase, serves, backend.name, "\n".join(filter(None, (shared, owners))), lines)
 
 
 def _line(resource: Resource, ledger: Ledger, binding: Binding, present: bool) -> Line:
@@ -87,7 +93,7 @@ def _line(resource: Resource, ledger: Ledger, binding: Binding, present: bool) -
 def _verdict(
     resource: Resource,
     state: Freshness,
-    stamp: tuple[int, ...] | None,
+    stamp: Sequence[int] | None,
     moved: dict[str, tuple[int, int]],
     present: bool,
 ) -> str:

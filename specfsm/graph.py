@@ -188,12 +188,12 @@ class Graph:
         if recorded is None:
             return
         for what, was, now in (
-            ("requests", len(recorded), len(batch)),
+            ("requests", recorded.rows, batch.rows),
             ("contexts", recorded.num_contexts, batch.num_contexts),
         ):
             if was != now:
                 yield f"was recorded for {was} {what}, but the batch has {now}: pad it to the recorded size"
-        if len(recorded) == len(batch) and recorded.tokens != batch.tokens:
+        if recorded.rows == batch.rows and recorded.tokens[: len(batch)] != batch.tokens:
             yield f"was recorded for {recorded.tokens} tokens a request, but the batch has {batch.tokens}"
         width = binding.view.geometry.max_tokens_per_seq
         limit = width if self.max_len is None else self.max_len

@@ -26,9 +26,18 @@ from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer, 
 from specfsm.backends.script import Script
 from specfsm.backends.staging import Event
 from specfsm.domain import Batch, Domain, KVManager, UnifiedCache
-from specfsm.errors import IllegalTransition, NestedEvent, NestedPhase, RestoreFailed, UnknownMetadata, WrongThread
+from specfsm.errors import (
+    ContentsViolated,
+    IllegalTransition,
+    NestedEvent,
+    NestedPhase,
+    RestoreFailed,
+    UnknownMetadata,
+    WrongThread,
+)
 from specfsm.explain import Explanation, explain
 from specfsm.graph import Graph
+from specfsm.poison import Poison
 from specfsm.states.graph import Graph as GraphState
 from specfsm.states.machine import Arc, Callback, Compiled, build, compile_machine
 from specfsm.states.phase import PHASE, Phase
@@ -36,6 +45,7 @@ from specfsm.states.resource import Saved, bits
 from specfsm.states.table import Move, Requirement
 from specfsm.switch import Carried, Switch
 from specfsm.trace import Trace, Work
+from specfsm.validation import Mode, Validation
 from specfsm.verify import Check, mutation, no_recording, require_contract, require_untampered, staleness
 
 __all__ = ["Contract", "DraftWindow", "Orchestrator"]
@@ -43,7 +53,8 @@ __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DRAFT_PHASES = (Phase.DRAFT_FORWARD, Phase.DRAFT_REPLAY)
 # Looking an enum's member up takes 0.2 µs.
-RECORDING, RESTORE, STAMPS, TENSORS = Path.RECORDING, Path.RESTORE, Check.STAMPS, Check.TENSORS
+RECORDING, RESTORE = Path.RECORDING, Path.RESTORE
+STAMPS, TENSORS, CONTENTS = Check.STAMPS, Check.TENSORS, Check.CONTENTS
 PATHS = {
     "target_prepare": Path.PREPARE,
     "draft_forward": Path.EAGER,
@@ -118,7 +129,11 @@ class DraftWindow:
     ) -> None:
         fsm = self.fsm
         if self.opened and fsm.machine.state in DRAFT_PHASES:
-            fsm._fire("restore", fsm.switch.target)
+            try:
+                fsm._fire("restore", fsm.switch.target)
+            except ContentsViolated:  # reported once; the block is left nevertheless
+                fsm._fire("restore", fsm.switch.target)
+                raise
 
 
 class Orchestrator:
@@ -129,7 +144,10 @@ class Orchestrator:
         backend: what the metadata holds; by default the one registered for its type.
         target: the target's KV manager.
         draft: the draft's, or a `UnifiedCache` that says why it shares the target's.
-        check: "off", "stamps" or "tensors"; by default ``SPECFSM_CHECK``, else "stamps".
+        check: "off", "stamps", "tensors" or "contents"; by default ``SPECFSM_CHECK``, else "stamps".
+        mode: what a violation does that level "contents" finds: "raise" refuses the transition that observes it, "log"
+            warns of it once.
+        poison: whether buffers that go stale are filled with what no kernel can use, see `specfsm.poison`.
         contracts: admission rules, asked in this order before anything changes, for the events of the phase table and
             for "record".
         observer: has ``on_enter_<phase>``, ``on_exit_<phase>``, ``before_<event>``, ``after_<event>`` methods. One that
@@ -156,6 +174,8 @@ class Orchestrator:
         target: KVManager,
         draft: KVManager | UnifiedCache,
         check: str | Check | None = None,
+        mode: Mode = "raise",
+        poison: bool = False,
         contracts: Sequence[Contract] = (),
         observer: object = None,
         guard: bool = False,
@@ -198,6 +218,8 @@ class Orchestrator:
         self._held: _Held | None = None
         self._attempted = 0
         self.recording: Graph | None = None
+        self.validation = Validation(self, mode, event) if self.check >= CONTENTS else None
+        self.poison = Poison(self) if poison else None
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.adopt()
 
@@ -216,6 +238,7 @@ class Orchestrator:
 
     def _bind_all(self, binding: Binding) -> None:
         """Everything in this domain is bound, and nothing is known of its contents."""
+        binding.forget()
         for place, resource in enumerate(self.backend.resources):
             if binding.present[place] and not resource.lazy:
                 self.ledger.bind(binding.domain, place)
@@ -333,6 +356,20 @@ class Orchestrator:
         """The loop ends or pauses."""
         self._fire("finish", self.switch.target)
 
+    def settle(self) -> None:
+        """Wait for every validation that was enqueued (check level "contents") and report what it found.
+
+        Raises:
+            ContentsViolated: in mode "raise".
+        """
+        if self.validation is not None:
+            self.validation.observe("settle", wait=True)
+
+    @property
+    def violations(self) -> tuple[ContentsViolated, ...]:
+        """What check level "contents" has found so far."""
+        return () if self.validation is None else tuple(self.validation.violations)
+
     def reset(self) -> None:
         """Leave FAULTED: the target's values are bound again, and everything is stale in both domains."""
         if (self.machine.state, "reset") not in self._rows or get_ident() != self._thread:
@@ -377,6 +414,8 @@ class Orchestrator:
             self.recording.wrote(binding.domain, 1 << place & ~self._lazy)
         else:
             self._pull(binding)
+        if self.validation is not None:
+            self.validation.written[binding.domain] &= ~(1 << place)
         if value is None:
             self.declined[binding.domain] |= self.ledger.stale[binding.domain] & 1 << place
             return
@@ -402,6 +441,7 @@ class Orchestrator:
     def dirty(self, resource: str, domain: Domain | None = None) -> None:
         """Declare an in-place edit: the resource, and what is derived from it, is stale until refreshed."""
         binding, place = self._place(resource, domain)
+        binding.forget()
         self.ledger.move(binding.domain, resource)
         self._note_versions(binding, 1 << place)
         if binding is self.switch.target:
@@ -412,6 +452,7 @@ class Orchestrator:
         if source not in self.backend.inputs:
             raise KeyError(f"{self.backend.name} has no input {source!r}; it has {', '.join(self.backend.inputs)}")
         for binding in dict.fromkeys(self.bindings if domain is None else (self.bindings[domain],)):
+            binding.forget()
             self.ledger.move(binding.domain, source)
 
     def invalidate(self, resource: str) -> None:
@@ -466,7 +507,8 @@ class Orchestrator:
         """Every resource in both domains: state, stamp, verdict. Prints as a table."""
         for binding in dict.fromkeys(self.bindings):
             self._pull(binding)
-        return explain(self.backend, self.ledger, self.bindings, self.state, self.domain, self.unified)
+        unowned = () if self.validation is None else self.validation.unowned
+        return explain(self.backend, self.ledger, self.bindings, self.state, self.domain, self.unified, unowned)
 
     def _place(self, resource: str, domain: Domain | None) -> tuple[Binding, int]:
         declared = self.backend.resource(resource)
@@ -535,12 +577,18 @@ class Orchestrator:
                     doubts = self._mutated if row.intact else stale & steps.required
                     if (doubts or (entered and steps.missing) or graph is not None or self.guard) and self.check:
                         self._verify(row, binding, steps, entered, graph)
+                    if self.validation is not None and row.refreshes:
+                        self.validation.validate(event, binding, steps, graph)
                     if graph is not None:
                         self._replayed(graph)
             # 6. Commit.
             machine.state = row.to
             if row.after:
                 _call(row.after)
+            if self.validation is not None:
+                self.validation.commit()
+            if self.poison is not None:
+                self.poison.fill(graph)
         except BaseException as error:
             self._undo(row, binding, error)
             raise
@@ -550,6 +598,8 @@ class Orchestrator:
 
     def _admit(self, row: _Row, binding: Binding, batch: Batch | None, graph: Graph | None) -> None:
         """Step 2, what not every engine asks for: contracts, a graph's contract, and the tensors themselves."""
+        if self.validation is not None:
+            self.validation.observe(row.event, row.to, wait=row.to is Phase.IDLE)
         if graph is not None and self.check:
             require_contract(self, row.move, graph, batch)
             if binding is not self.switch.target:
@@ -677,6 +727,8 @@ class Orchestrator:
         self.declined[domain] |= declined
         ledger.unbind(domain, written & self._lazy)
         self._stamp(binding, written & ~self._lazy)
+        if self.validation is not None:
+            self.validation.written[domain] |= written
         if written & self._made:
             self.switch.carry(binding, written & self._made)
         return written
@@ -874,9 +926,9 @@ def _require_room(event: str, batch: Batch | None, binding: Binding) -> None:
     if batch is None:
         raise ValueError(f"{event} needs a batch: there was none before it, so pass the one that the phase runs")
     limit = binding.view.axes["S"]
-    if len(batch) > limit:
+    if batch.rows > limit:
         raise ValueError(
-            f"{event}: a batch of {len(batch)} requests does not fit the {limit} rows of the buffers: split it, "
+            f"{event}: a batch of {batch.rows} rows does not fit the {limit} rows of the buffers: split it, "
             "or allocate them for more (Sizes.max_sequences) and build another Orchestrator"
         )
 

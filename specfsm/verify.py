@@ -26,6 +26,7 @@ class Check(IntEnum):
     OFF = 0  # nothing: a missed refresh is silent again
     STAMPS = 1  # freshness: integers only
     TENSORS = 2  # and identity and in-place version counters of every bound tensor
+    CONTENTS = 3  # and what the tensors hold: see `specfsm.validation`
 
     @classmethod
     def named(cls, name: str | Check) -> Check:

@@ -1,4 +1,4 @@
-"""The benchmark of the switch runs, and its three ways to refill leave the same tables. Never how fast they are."""
+"""The benchmarks of the switch and of the whole loop run; all contenders leave the same. Never how fast they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import handwritten, phase_switch
+from benchmarks import handwritten, host_part, phase_switch, whole_loop
 
 CPU = torch.device("cpu")
 CONTENDERS = {"generation 1", "generation 2", "all stale", "typical", "nothing stale", "batch object", "copy"}
@@ -109,3 +109,48 @@ def test_aims_are_judged_by_ratio() -> None:
         "dsa, typical, batch 1024 / 64": "missed",
     }
     assert json.loads(json.dumps(phase_switch.report(rows, CPU)))["rows"][0]["contender"] == "generation 1"
+
+
+# The whole loop.
+
+WORDS = ["--device", "cpu", "--tiny", "--dtype", "float32", "--batches", "2", "--blocks", "1", "--draft-len", "2"]
+
+
+def test_whole_loop_is_timed_with_every_switch(tmp_path: Path) -> None:
+    """`measure` ends the run if the tokens differ. What only a GPU tells is said not to be measured."""
+    assert whole_loop.main([*WORDS, "--json", str(tmp_path / "report.json")]) == 0
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [(row["contender"], row["overlap"]) for row in rows] == [
+        (name, overlap) for overlap in (False, True) for name in whole_loop.CONTENDERS
+    ]
+    assert all(0 < row["switch"] < row["step"] and row["idle"] is None for row in rows)
+
+
+def test_switch_that_refills_nothing_writes_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is added meanwhile: whoever compares the tokens sees that its table was not refilled."""
+    monkeypatch.setattr(whole_loop, "COMPARED", ("machine", "none"))
+    bench = whole_loop.Bench(whole_loop.parse([*WORDS[:-4], "--blocks", "4"]))
+    with pytest.raises(SystemExit, match="do not write the same tokens"):
+        whole_loop.measure(bench, 2, overlap=False)
+
+
+def test_busy_time_is_the_union_of_what_ran() -> None:
+    assert whole_loop.union([]) == 0
+    assert whole_loop.union([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+
+
+# The host's part.
+
+
+def test_host_executes_the_same_whatever_the_batch() -> None:
+    """No Python loop over requests in a switch: the counts are those of a batch sixteen times as large."""
+    small, large = (host_part.measure("dsa", batch, rounds=1) for batch in (4, 64))
+    assert [(row.bytecodes, row.c_calls) for row in small] == [(row.bytecodes, row.c_calls) for row in large]
+
+
+def test_host_executes_little() -> None:
+    """What was measured, and a third more for other versions of Python: a switch that does much more is noticed."""
+    counts = {row.contender: (row.bytecodes, row.c_calls) for row in host_part.measure("dsa", 4, rounds=1)}
+    limits = {"all stale": (7000, 120), "typical": (4900, 75), "nothing stale": (1400, 18)}
+    for contender, limit in limits.items():
+        assert all(0 < count <= most for count, most in zip(counts[contender], limit, strict=True)), counts

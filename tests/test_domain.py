@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specfsm.domain import INPUTS, AddressSpace, Batch, Domain, Geometry, KVManager, RowOrder, UnifiedCache, Unit
+from specfsm.domain import (
+    INPUTS,
+    AddressSpace,
+    Batch,
+    Domain,
+    Geometry,
+    KVManager,
+    OwningKVManager,
+    RowOrder,
+    UnifiedCache,
+    Unit,
+)
 from tests.toys import BATCH, OTHER, geometry, manager
 
 
@@ -27,6 +38,8 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "more tokens than cache": ({"tokens": (1, 1, 4)}, "request 3 has 4 tokens"),
     "more contexts than requests": ({"num_contexts": 4}, "4 contexts in a batch of 3 requests"),
     "negative contexts": ({"num_contexts": -1}, "num_contexts"),
+    "fewer rows than requests": ({"padded": 2}, "a batch of 3 requests cannot be run with 2 rows"),
+    "a dummy that is no request": ({"dummies": {2, 4}}, r"the dummies \[4\] are no requests of the batch"),
 }
 
 
@@ -54,6 +67,22 @@ def test_moves_of_batches() -> None:
     assert BATCH.moved(BATCH) == BATCH.moved(attrs.evolve(BATCH)) == ()
     assert attrs.evolve(BATCH, num_contexts=2).moved(BATCH) == ("batch",)
     assert set(BATCH.moved(None)) < set(INPUTS)
+
+
+def test_padding_is_part_of_the_batch() -> None:
+    """Who is nobody, and how many rows there are, is an input; to say what is so anyway moves nothing."""
+    assert attrs.evolve(BATCH, padded=4).moved(BATCH) == BATCH.moved(attrs.evolve(BATCH, padded=4)) == ("batch",)
+    assert attrs.evolve(BATCH, dummies={9}).moved(BATCH) == ("batch",)
+    assert attrs.evolve(BATCH, padded=len(BATCH)).moved(BATCH) == ()
+
+
+def test_rows_are_live_dummies_or_padded() -> None:
+    batch = Batch((7, -1, 9), (8, 4, 8), (2, 2, 2), 1, padded=5, dummies=[-1])
+    assert (len(batch), batch.rows, batch.live_rows, batch.dummy_rows) == (3, 5, (0, 2), (1,))
+    assert (BATCH.rows, BATCH.live_rows, BATCH.dummy_rows) == (3, (0, 1, 2), ())
+    after = batch.next_step()
+    assert after.request_ids == (-1, 9, 7)
+    assert (after.rows, after.live_rows, after.dummy_rows) == (5, (1, 2), (0,))
 
 
 BATCHES = st.integers(0, 6).flatmap(
@@ -102,6 +131,7 @@ def test_geometry_counts() -> None:
 def test_toy_manager_is_one(order: RowOrder) -> None:
     """What the suites run on is what the protocol asks for."""
     assert isinstance(manager(Domain.TARGET, order), KVManager)
+    assert isinstance(manager(Domain.TARGET, order), OwningKVManager)
     assert not isinstance(object(), KVManager)
 
 

@@ -78,6 +78,29 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
         RuntimeError,
         ["toy.rows [target] was written during the draft phase", "dirty('rows', TARGET), then restore()"],
     ),
+    "ContentsViolated": (
+        errors.ContentsViolated(
+            *HERE,
+            **STALE,
+            index=(1, 2),
+            row=1,
+            column=2,
+            request=7,
+            found=5,
+            expected=4,
+            since="target_prepare",
+            moved={"lengths": (4, 5)},
+        ),
+        RuntimeError,
+        [
+            REFUSED,
+            "flash_mla.block_ids_per_seq [draft] at [1, 2] (row 1, column 2, request 7) holds 5, though its stamp",
+            "recomputed from its inputs it is 4",
+            "found by the validation after target_prepare",
+            "declared not to read lengths; lengths moved 4 → 5 since its last refresh",
+            "to mend: add lengths to what block_ids_per_seq reads, if it does",
+        ],
+    ),
     "GraphContractBroken": (
         errors.GraphContractBroken(*HERE, key=(8, 3), broken=("rows moved", "too long")),
         RuntimeError,
@@ -96,6 +119,21 @@ CASES: dict[str, tuple[Exception, type[Exception], list[str]]] = {
             "request 7 needs room for 13 tokens in the draft's cache, but its pages hold 12",
             "request 9 needs room for 14 tokens in the draft's cache",
             "to mend: allocate its pages for the whole window first",
+        ],
+    ),
+    "PaddingViolated": (
+        errors.PaddingViolated(
+            *HERE,
+            domain=Domain.DRAFT,
+            reached=((2, -1, 5, 7), (2, -1, 6, None), (3, -2, None, None)),
+        ),
+        RuntimeError,
+        [
+            REFUSED,
+            "row 2, the dummy -1, resolves to page 5 of the draft's cache, which request 7 holds",
+            "row 2, the dummy -1, resolves to page 6 of the draft's cache, which is free",
+            "row 3, the dummy -2, has no page in the draft's cache for a token that it writes",
+            "to mend: give each dummy pages of its own in both caches",
         ],
     ),
     "DraftContentInvalid": (
@@ -189,6 +227,14 @@ def test_each_use_of_a_life_has_words_of_its_own(event: str, facts: dict[str, An
     error = errors.RetiredRequest(Life.LIVE, event, request=7, generation=2, **facts)
     assert cause in str(error)
     assert remedy in str(error)
+
+
+def test_padded_row_has_words_of_its_own() -> None:
+    """No request stands there: what it reaches is what its sentinel names."""
+    error = errors.PaddingViolated(*HERE, domain=Domain.TARGET, reached=((3, None, 0, 7),))
+    assert "padded row 3 resolves to page 0 of the target's cache, which request 7 holds" in str(error)
+    assert "to mend: keep page 0 from requests, pad with a sentinel that is no page, or pad with dummies" in str(error)
+    assert (error.row, error.request, error.page, error.owner) == (3, None, 0, 7)
 
 
 def test_state_without_exits_accepts_nothing() -> None:

@@ -21,7 +21,7 @@ LAYERS = (
     ("kernels",),
     ("backends",),
     ("contracts",),
-    ("graph", "switch", "verify", "trace", "explain", "orchestrator"),
+    ("graph", "switch", "verify", "trace", "explain", "validation", "poison", "orchestrator"),
     ("decode",),
     ("cli",),
 )

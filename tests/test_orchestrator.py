@@ -201,7 +201,7 @@ def test_batch_that_does_not_fit_is_refused_before_anything_changes() -> None:
     at = reach(Phase.TARGET_PREPARE)
     was = snapshot(at.fsm)
     long = Batch(range(6), (1,) * 6, (1,) * 6)
-    with pytest.raises(ValueError, match="a batch of 6 requests does not fit the 5 rows of the buffers"):
+    with pytest.raises(ValueError, match="a batch of 6 rows does not fit the 5 rows of the buffers"):
         at.fsm.target_prepare(long)
     assert was.differences(snapshot(at.fsm)) == []
 

@@ -281,12 +281,14 @@ def test_compiled_reader_and_writer_are_getattr_and_setattr(count: int) -> None:
     names = [f"name_{index}" for index in range(count)]
     held = SimpleNamespace(**{name: index for index, name in enumerate(names)})
     assert reader(names)(held) == tuple(range(count))
-    put = writer([*((name, index) for index, name in enumerate(names[::-1])), ("layouts", dict), ("plan", Plan.empty)])
-    put(held, [object() for _ in names])
+    taken = [(name, f"values[{index}]") for index, name in enumerate(names[::-1])]
+    put = writer([*taken, ("host", "hosts.get(3)"), ("none", "hosts.get(4)"), ("layouts", dict), ("plan", Plan.empty)])
+    put(held, [object() for _ in names], {3: "the host half"})
     first = held.layouts
     values = [object() for _ in names]
-    put(held, values)
+    put(held, values, {3: "another"})
     assert [getattr(held, name) for name in names[::-1]] == values
+    assert (held.host, held.none) == ("another", None)
     assert (held.layouts, held.plan) == ({}, None)
     assert held.layouts is not first
 
@@ -297,6 +299,6 @@ def test_compiled_writer_sets_from_left_to_right_and_stops_at_an_error() -> None
     metadata = Metadata(fuse)
     fuse.arm("set b")
     with pytest.raises(Injected):
-        writer([("a", 0), ("b", 1), ("c", 2)])(metadata, (1, 2, 3))
+        writer([("a", "values[0]"), ("b", "values[1]"), ("c", "values[2]")])(metadata, (1, 2, 3), {})
     assert fuse.passed == ["set a", "set b"]
     assert reader(["a"])(metadata) == (1,)

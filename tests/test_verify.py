@@ -25,6 +25,7 @@ TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
         (None, None, Check.STAMPS),
         (None, "tensors", Check.TENSORS),
         ("off", "tensors", Check.OFF),
+        (None, "contents", Check.CONTENTS),
         ("TENSORS", None, Check.TENSORS),
         (Check.OFF, None, Check.OFF),
     ],
@@ -39,7 +40,7 @@ def test_level_is_named_by_argument_or_environment(
 
 
 def test_unknown_level_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown check level 'full'; it is one of off, stamps, tensors"):
+    with pytest.raises(ValueError, match="unknown check level 'full'; it is one of off, stamps, tensors, contents"):
         world(check="full")
 
 

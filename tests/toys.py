@@ -30,7 +30,7 @@ from specfsm.backends.resource import (
     Table,
 )
 from specfsm.backends.trtllm import Trtllm
-from specfsm.domain import INPUTS, AddressSpace, Batch, Domain, Geometry, RowOrder, Unit
+from specfsm.domain import INPUTS, NOBODY, AddressSpace, Batch, Domain, Geometry, RowOrder, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.orchestrator import Orchestrator
 from specfsm.states.phase import PHASE
@@ -97,6 +97,12 @@ class Manager:
         for row, request in enumerate(request_ids):
             self._write(row, request)
         return range(len(request_ids))
+
+    def page_owners(self, pool: str) -> torch.Tensor:
+        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY)
+        for request, slots in self.slots.items():
+            owners[slots] = request
+        return owners
 
     def _write(self, row: int, request: int) -> None:
         slots = torch.tensor(self.slots[request], dtype=torch.int32)

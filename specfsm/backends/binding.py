@@ -38,6 +38,7 @@ class Binding:
         hosts: by place, the host half of a Staged that was filled last.
         recorder: records the device's part of a refresh; None where nothing is recorded.
         side: the domain as an index.
+        turn: which side of the staging rings a refresh fills; the other one's copies may still be pending.
         generation, blocks_version: the manager's, when it was last looked at; -1 before.
 
     Raises:
@@ -64,6 +65,7 @@ class Binding:
         self.rings: dict[int, StagingRing] = {}
         self.hosts: dict[int, torch.Tensor] = {}
         self.generation = self.blocks_version = -1
+        self.turn = 0
         backend.require_manager(domain, manager)
         self.flights = Flights(event or events(device))
         offenders = self._bind_buffers(metadata, device)
@@ -167,6 +169,7 @@ class Binding:
             (what was written, what declined). A reader of something that declined is not refreshed at all.
         """
         written = declined = 0
+        self.turn = (self.turn + 1) % StagingRing.DEPTH
         for stage in self._plans.get(mask) or self._plan(mask):
             more, refused = self._run(stage, ledger, declined)
             written |= more
@@ -254,18 +257,15 @@ class Binding:
         """Replay the recording of this stage and these staging buffers, if there is one by now."""
         if self.recorder is None or len(filled) + len(stage.devices) < 2 or self.recorder.capturing():
             return False
-        sides = 0
-        for _, buffer in filled:
-            sides = sides << 1 | buffer.side
-        replay = stage.recordings.get(sides)
+        replay = stage.recordings.get(self.turn)
         if replay is None:
-            seen = stage.seen[sides] = stage.seen.get(sides, 0) + 1
-            if seen <= RECORD_AFTER:
+            stage.seen += 1
+            if stage.seen <= RECORD_AFTER * StagingRing.DEPTH:
                 return False
             replay = self._recorded(stage, filled)
             if replay is None:
                 return False
-            stage.recordings[sides] = replay
+            stage.recordings[self.turn] = replay
         replay()
         torch.autograd.graph.increment_version(stage.outputs)
         return True
@@ -309,6 +309,11 @@ class Binding:
                 buffer.submit(flight)
                 self.hosts[place] = buffer.tensor
             flight.depart()
+
+    def forget(self) -> None:
+        """Something moved that nobody can see: no staging buffer is patched before it was filled whole."""
+        for ring in self.rings.values():
+            ring.forget()
 
     def rebind(self, place: int, tensor: torch.Tensor) -> None:
         """Take `tensor` as the domain's buffer from now on."""
@@ -356,8 +361,8 @@ class _Stage:
         devices: written by the device, in order, after what was filled is copied.
         mask: all that it writes.
         recordable: whether the device's part may be recorded.
-        recordings: which side of each staging ring is copied, as bits → replay of the device's part.
-        seen: the same bits → how often the stage ran so.
+        recordings: which side of the staging rings is copied → replay of the device's part.
+        seen: how often the stage ran without one.
         outputs: the tensors that a replay writes.
     """
 
@@ -366,7 +371,7 @@ class _Stage:
     mask: int = 0
     recordable: bool = False
     recordings: dict[int, Callable[[], None]] = field(factory=dict)
-    seen: dict[int, int] = field(factory=dict)
+    seen: int = 0
     outputs: list[torch.Tensor] = field(factory=list)
 
     def add(self, step: _Step) -> None:
@@ -474,10 +479,15 @@ def _write_buffer(binding: Binding, place: int, resource: Buffer) -> Any:
 
 def _fill_staged(binding: Binding, place: int, resource: Staged) -> StagingBuffer | None:
     """The host half. It is copied with whatever else the same stage fills."""
-    buffer = binding.rings[place].take()
+    buffer = binding.rings[place].take(binding.turn)
     host = buffer.fill()
     try:
-        filled = resource.fill(binding.view, host)
+        note, buffer.note = buffer.note, None
+        filled = None
+        if resource.patch is not None:
+            filled = buffer.note = resource.patch(binding.view, host, note)
+        if filled is None:
+            filled = resource.fill(binding.view, host)
     except BaseException:
         buffer.abandon()
         raise

@@ -10,7 +10,7 @@ import torch
 
 from specfsm.backends.backend import Backend
 from specfsm.backends.resource import DomainView, Plan, Staged, Table
-from specfsm.backends.trtllm import LENGTHS, SOURCES, _pad
+from specfsm.backends.trtllm import LENGTHS, SOURCES, fill_rows, pad
 from specfsm.domain import AddressSpace, Unit
 from specfsm.kernels.recipes import GatherTable
 
@@ -22,7 +22,9 @@ SLOTS = AddressSpace("kv", Unit.SLOT)
 def fill_generation_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """The generations' rows, packed to row 0: where the manager keeps each; -1 pads."""
     contexts = view.batch.num_contexts if view.batch is not None else 0
-    return _pad(host, view.rows()[contexts:], -1)
+    if not contexts:
+        return fill_rows(view, host)
+    return host.copy_(pad(view.rows()[contexts:], host.shape[0], -1))
 
 
 class FlashMLA(Backend):

@@ -204,11 +204,14 @@ class Staged(Table):
 
     Args:
         fill: ``(view, host buffer) → host buffer`` that writes all of it; None returned means it declined.
+        patch: ``(view, host buffer, note) → note``, asked first: brings a buffer up to date that it wrote before, from
+            what it noted then (None: nothing is known of the contents). None returned means that `fill` has to do it.
         host_attribute: the metadata's attribute that carries the host half, if the engine reads it; its twin is
             ``draft_<host_attribute>``.
     """
 
     fill: Callable[[DomainView, torch.Tensor], Any] = field(kw_only=True)
+    patch: Callable[[DomainView, torch.Tensor, Any], Any] | None = field(default=None, kw_only=True)
     host_attribute: str | None = field(default=None, kw_only=True)
 
     @property

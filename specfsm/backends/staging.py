@@ -135,15 +135,17 @@ class StagingBuffer:
     Args:
         resource: whom it serves, for errors.
         tensor: the host memory, pinned where a device reads it.
-        side: which of its ring's buffers it is.
+
+    Attributes:
+        note: what a patch noted of the contents; None where nothing is known of them.
     """
 
-    __slots__ = ("flight", "machine", "resource", "side", "tensor")
+    __slots__ = ("flight", "machine", "note", "resource", "tensor")
 
-    def __init__(self, resource: str, tensor: torch.Tensor, side: int = 0) -> None:
+    def __init__(self, resource: str, tensor: torch.Tensor) -> None:
         self.resource = resource
         self.tensor = tensor
-        self.side = side
+        self.note: Any = None
         self.machine = Compiled(TRANSFER, subject=f"the staging buffer of {resource}")
         self.flight: Flight | None = None
 
@@ -184,12 +186,17 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Two staging buffers taken in turn, so that the host fills one while the device still reads the other.
+    """Two staging buffers, so that the host fills one while the device still reads the other.
+
+    Whoever fills says which: all rings of a domain turn together, so that what a refresh copies lies on one side.
 
     Args:
         resource: whom it serves, for errors.
         shape, dtype: of the host half, the same as the device's.
         device: where the copies go; pinned memory is used for a CUDA device.
+
+    Attributes:
+        waits: how often the host had to wait for a copy.
     """
 
     DEPTH = 2
@@ -197,21 +204,23 @@ class StagingRing:
     def __init__(self, resource: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.buffers = [
-            StagingBuffer(resource, torch.zeros(shape, dtype=dtype, pin_memory=pinned), side)
-            for side in range(self.DEPTH)
+            StagingBuffer(resource, torch.zeros(shape, dtype=dtype, pin_memory=pinned)) for _ in range(self.DEPTH)
         ]
-        self.turn = 0
         self.waits = 0
 
-    def take(self) -> StagingBuffer:
-        """The next buffer in turn, waited for if its copy is still pending; `waits` counts how often that happened."""
-        buffer = self.buffers[self.turn]
+    def take(self, side: int) -> StagingBuffer:
+        """The buffer of this side, waited for if its copy is still pending."""
+        buffer = self.buffers[side]
         if buffer.machine.state is Transfer.IN_FLIGHT and not buffer.poll():
             assert buffer.flight is not None, "what is in flight has a flight"
             self.waits += 1
             buffer.flight.wait()
-        self.turn = (self.turn + 1) % self.DEPTH
         return buffer
+
+    def forget(self) -> None:
+        """Whatever the buffers hold, write them whole next time."""
+        for buffer in self.buffers:
+            buffer.note = None
 
 
 def events(device: torch.device) -> Callable[[], Event]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from specfsm.backends.backend import Backend
 from specfsm.backends.resource import Alias, DomainView, Pointer, Resource, Staged, Table
-from specfsm.domain import AddressSpace, Unit
+from specfsm.domain import AddressSpace, Batch, RowOrder, Unit
 from specfsm.kernels.recipes import GatherTable
 
 __all__ = ["LENGTHS", "SOURCES", "SWITCHED", "Trtllm"]
@@ -20,39 +22,73 @@ __all__ = ["LENGTHS", "SOURCES", "SWITCHED", "Trtllm"]
 
 def fill_base(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """The manager's own table, after it was put in batch order if its rows follow the batch."""
-    view.rows()
+    if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
+        view.manager.arrange(view.batch.request_ids)
     return host.copy_(view.manager.host_block_offsets)
+
+
+PATCHED = 1 << 19
+"""Bytes from which a table is patched: a smaller one is copied whole in the time it takes to pick rows."""
+
+
+def patch_base(view: DomainView, host: torch.Tensor, note: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The rows that changed since this very buffer was written; where the manager does not tell, `fill_base`."""
+    manager: Any = view.manager
+    if host.nbytes < PATCHED or not hasattr(manager, "changed_rows"):
+        return None
+    if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
+        manager.arrange(view.batch.request_ids)
+    generation = manager.generation
+    version, rows = manager.changed_rows(note[1] if note is not None and note[0] == generation else None)
+    if rows is None:
+        host.copy_(manager.host_block_offsets)
+    elif len(rows):
+        host.index_copy_(1, rows, manager.host_block_offsets.index_select(1, rows))
+    return generation, version
 
 
 def fill_rows(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """Row of the batch → row of the manager's table; -1 in padded rows."""
-    return _pad(host, view.rows(), -1)
+    if view.geometry.row_order is RowOrder.BATCH:
+        return host.copy_(first_rows(_num_seqs(view), host.shape[0]))
+    return host.copy_(pad(view.rows(), host.shape[0], -1))
 
 
 def fill_kv_lens(view: DomainView, host: torch.Tensor) -> torch.Tensor:
-    return _pad(host, view.batch.kv_lens if view.batch else (), 0)
+    return host.copy_(column(view.batch, "kv_lens", host.shape[0])) if view.batch else host.zero_()
 
 
 def fill_seq_lens(view: DomainView, host: torch.Tensor) -> torch.Tensor:
-    return _pad(host, view.batch.tokens if view.batch else (), 0)
+    return host.copy_(column(view.batch, "tokens", host.shape[0])) if view.batch else host.zero_()
 
 
-def _pad(host: torch.Tensor, live: Sequence[int], sentinel: int) -> torch.Tensor:
-    """`live`, then the sentinel. Through an array: a tensor made of Python ints takes four times as long."""
-    rows = host[: len(live)] if len(live) < len(host) else host
-    if len(live):
-        rows.copy_(torch.frombuffer(array("i", live), dtype=torch.int32))
-    if rows is not host:
-        host[len(live) :] = sentinel
-    return host
+def column(batch: Batch, name: str, size: int) -> torch.Tensor:
+    """A field of the batch with 0 in padded rows, int32 [size]. Made once: it mostly serves target and draft."""
+    made: torch.Tensor | None = batch.packed.get((name, size))
+    if made is None:
+        made = batch.packed[name, size] = pad(getattr(batch, name), size, 0)
+    return made
+
+
+@lru_cache(maxsize=256)
+def first_rows(live: int, size: int) -> torch.Tensor:
+    """0, 1, 2, … for the live rows, then -1."""
+    return pad(range(live), size, -1)
+
+
+def pad(live: Sequence[int], size: int, sentinel: int) -> torch.Tensor:
+    """`live`, then the sentinel, int32 [size]. Through an array: a tensor of Python ints takes four times as long."""
+    rows = array("i", live)
+    rows.extend([sentinel] * (size - len(rows)))
+    return torch.frombuffer(rows, dtype=torch.int32) if size else torch.empty(0, dtype=torch.int32)
 
 
 def _num_seqs(view: DomainView) -> int:
-    return len(view.batch) if view.batch is not None else 0
+    return view.batch.rows if view.batch is not None else 0
 
 
 def runtime(of: str) -> Alias:
-    """``<name>_runtime``: the live rows of a padded buffer."""
+    """``<name>_runtime``: of a buffer for the largest batch, the rows that the phase is run with."""
     return Alias(
         f"{of}_runtime",
         of=of,
@@ -88,6 +124,7 @@ SOURCES: tuple[Resource, ...] = (
         space=AddressSpace("kv", Unit.ENTRY),
         sentinel=-1,
         fill=fill_base,
+        patch=patch_base,
         note="device copy of the manager's table, still encoded",
     ),
     Staged(

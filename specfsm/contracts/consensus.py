@@ -31,7 +31,8 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "on recording": ("record",),
     "off": (),
 }
-"""Policy → the events that are voted on. ``draft_step`` is none of them: its window was agreed on as a whole."""
+"""Policy → the events that are voted on. ``draft_step`` is none of them: its window was agreed on as a whole. Nor are
+phases inside a recording, which was."""
 
 BYTES = 256
 """Of a vote in the collective: every rank's has the same size, whatever its graph key is."""
@@ -129,21 +130,22 @@ class Consensus:
         self.rank = dist.get_rank()
 
     def admit(self, fsm: Orchestrator, event: str, batch: Batch | None) -> None:
-        """Vote for `event`.
+        """Vote for `event`. The phases inside a recording are none: it was voted on as a whole, and a capture can wait
+        for no vote.
 
         Raises:
             RankDisagreement: votes differ; raised on every rank, with everyone's.
             RankSilent: a rank did not vote in time.
         """
+        if fsm.recording is not None:
+            return
         move = PHASE.find(fsm.state, event)
-        graph = fsm.asked or fsm.recording
-        begins = event == "target_prepare" and fsm.recording is None
-        step = self.clock() if self.clock is not None else self.step + begins
+        step = self.clock() if self.clock is not None else self.step + (event == "target_prepare")
         vote = Vote(
             step,
             event,
-            "" if graph is None else key_in_words(graph.key),
-            0 if batch is None else len(batch),
+            "" if fsm.asked is None else key_in_words(fsm.asked.key),
+            0 if batch is None else batch.rows,
             self.draft_len,
         )
         self._decide(vote, fsm.state, move.to if move else None)

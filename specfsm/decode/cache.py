@@ -7,20 +7,52 @@ slots only.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field
 
-from specfsm.domain import Geometry, RowOrder
+from specfsm.domain import NOBODY, Geometry, RowOrder
 
-__all__ = ["PagedKVCache", "PoolExhausted"]
+__all__ = ["PagedKVCache", "PoolExhausted", "RowLog"]
 
 SECONDARY = -(2**31)  # bit 31 of an int32: the page lies in the host pool
 
 
 class PoolExhausted(MemoryError):
     """A cache has no page left for what was asked of it."""
+
+
+class RowLog:
+    """Which rows of a table were written, in order; what `specfsm.TrackingKVManager` answers from.
+
+    Args:
+        rows: of the table. Of more than four writes a row the oldest are forgotten.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.capacity = 4 * rows
+        self.first = 0
+        self.written = array("q")
+
+    def write(self, row: int) -> None:
+        self.written.append(row)
+        if len(self.written) > self.capacity:
+            self.write_all()
+
+    def write_all(self) -> None:
+        """Every row was written, or may have been."""
+        self.first += len(self.written) + 1
+        self.written = array("q")
+
+    def since(self, version: int | None) -> tuple[int, torch.Tensor | None]:
+        """(version now, rows written since that one: int64, or None where they are not known)."""
+        now = self.first + len(self.written)
+        if version is None or not self.first <= version <= now:
+            return now, None
+        rows = self.written[version - self.first :]
+        return now, torch.frombuffer(rows, dtype=torch.int64) if rows else torch.empty(0, dtype=torch.int64)
 
 
 @define
@@ -37,7 +69,7 @@ class _Owned:
 
 
 class PagedKVCache:
-    """One domain's KV cache and its manager (`specfsm.KVManager`).
+    """One domain's KV cache and its manager (`specfsm.OwningKVManager`).
 
     Args:
         geometry: page size, pool size, table width, layers, planes, heads, dtype, and how entries are encoded.
@@ -90,7 +122,9 @@ class PagedKVCache:
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
+        self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
         self._order: tuple[int, ...] = ()
+        self._log = RowLog(max_requests)
         self.may_free: Callable[[int, bool], None] = _anybody
 
     @property
@@ -119,6 +153,11 @@ class PagedKVCache:
         """Tokens that fit the request's pages."""
         return len(self._owned[request].blocks) * self.geometry.tokens_per_block
 
+    def page_owners(self, pool: str) -> torch.Tensor:
+        """The request that holds each slot, see `specfsm.OwningKVManager`: the same in every pool. A view, kept up to
+        date by whatever takes a slot or gives it back."""
+        return torch.frombuffer(self._owners, dtype=torch.int64)
+
     # Assignment. Whatever changes it moves `blocks_version`.
 
     def add(self, request: int) -> None:
@@ -145,7 +184,7 @@ class PagedKVCache:
             raise PoolExhausted(f"request {request} needs {more} more pages, but {self.free_blocks} are free")
         for _ in range(more):
             block, slot = self._free_ids.pop(0), self._free_slots.pop(0)
-            self._slot_of[block] = slot
+            self._slot_of[block], self._owners[slot] = slot, request
             owned.blocks.append(block)
         if more > 0:
             self._changed(request)
@@ -158,8 +197,10 @@ class PagedKVCache:
         self._free_rows.append(owned.row)
         if self.geometry.row_order is RowOrder.SLOT:
             self.host_block_offsets[:, owned.row] = -1
+            self._log.write(owned.row)
         else:
             self.host_block_offsets.fill_(-1)
+            self._log.write_all()
         self._order = ()
         self.blocks_version += 1
 
@@ -172,11 +213,15 @@ class PagedKVCache:
     def _give_back(self, owned: _Owned) -> None:
         for block in owned.blocks:
             if block in self._slot_of:
-                self._free_slots.append(self._slot_of.pop(block))
+                self._leave(self._slot_of.pop(block))
             else:
                 self._free_host.append(self._host_of.pop(block))
             self._free_ids.append(block)
         owned.blocks.clear()
+
+    def _leave(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self._owners[slot] = NOBODY
 
     def offload(self, request: int, index: int) -> None:
         """Move the request's `index`-th page to the host pool: its id stays, its slot is free for others."""
@@ -190,7 +235,7 @@ class PagedKVCache:
         for name, pool in self.extra.items():
             self._host_extra[name][:, place].copy_(pool[:, slot])
         self._host_of[block] = place
-        self._free_slots.append(slot)
+        self._leave(slot)
         self._changed(request)
 
     def load_back(self, request: int) -> None:
@@ -205,7 +250,7 @@ class PagedKVCache:
             self.pool[slot].copy_(self.host_pool[place])
             for name, pool in self.extra.items():
                 pool[:, slot].copy_(self._host_extra[name][:, place])
-            self._slot_of[block] = slot
+            self._slot_of[block], self._owners[slot] = slot, request
             self._free_host.append(place)
         if gone:
             self._changed(request)
@@ -224,7 +269,12 @@ class PagedKVCache:
             for row, request in enumerate(request_ids):
                 self._write_row(row, request)
             self._order = tuple(request_ids)
+            self._log.write_all()
         return list(range(len(request_ids)))
+
+    def changed_rows(self, since: int | None) -> tuple[int, torch.Tensor | None]:
+        """The version of the table, and which of its rows were written since it had another one."""
+        return self._log.since(since)
 
     def _changed(self, request: int) -> None:
         self.blocks_version += 1
@@ -234,6 +284,7 @@ class PagedKVCache:
             self._write_row(self._order.index(request), request)
 
     def _write_row(self, row: int, request: int) -> None:
+        self._log.write(row)
         entries = torch.tensor([self._encode(block) for block in self._owned[request].blocks], dtype=torch.int32)
         self.host_block_offsets[:, row] = -1
         for plane in range(self.geometry.kv_factor):

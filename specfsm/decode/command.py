@@ -110,8 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unchecked", action="store_true", help="with --break: verify nothing, go on with the stale resource"
     )
     machine.add_argument(
-        "--check", choices=("stamps", "tensors"), default="stamps", help="what is verified (%(default)s)"
+        "--check", choices=("stamps", "tensors", "contents"), default="stamps", help="what is verified (%(default)s)"
     )
+    machine.add_argument("--poison", action="store_true", help="fill whatever is stale with what no kernel can use")
     out = parser.add_argument_group("output")
     out.add_argument(
         "--trace", metavar="FILE", type=Path, help="write every phase and refresh as JSON that Perfetto opens"
@@ -326,6 +327,7 @@ class Session:
                 stop=self._stop(),
                 sampler=Sampler(arguments.temperature, arguments.seed),
                 check=check or arguments.check,
+                poison=arguments.poison,
                 drop=drop,
                 trace=Trace(capacity=None),
             )

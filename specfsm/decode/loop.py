@@ -6,7 +6,8 @@ up with the accepted tokens and proposes L new ones. Every table that either rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -15,6 +16,7 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import in_
 
 from specfsm.backends.backend import Sizes
+from specfsm.contracts.consensus import Consensus
 from specfsm.contracts.content import DraftContent
 from specfsm.contracts.lifetime import Flight, Lifetime
 from specfsm.contracts.window import Window, crowded
@@ -24,7 +26,7 @@ from specfsm.decode.model import Draft, Model
 from specfsm.decode.step import Step
 from specfsm.decode.verify import Sampler
 from specfsm.domain import Batch, Domain, Geometry, RowOrder, UnifiedCache
-from specfsm.errors import DraftContentInvalid
+from specfsm.errors import DraftContentInvalid, IllegalTransition, RankDisagreement
 from specfsm.orchestrator import Contract, Orchestrator
 
 __all__ = ["DecodeLoop", "Emission", "Request", "Settings"]
@@ -36,7 +38,7 @@ class Settings:
 
     Args:
         backend: name of an attention backend, see `specfsm.decode.attention.FLAVOURS`.
-        draft_len: L, tokens that the draft proposes a step.
+        draft_len: the largest L, tokens that the draft proposes a step; see `DecodeLoop.draft_len`.
         max_requests: rows of a batch.
         max_tokens: longest request, prompt and output together.
         blocks, draft_blocks: pages of each pool; by default enough for every row at its longest.
@@ -161,6 +163,8 @@ class DecodeLoop:
         settings: sizes and backend.
         stop: token ids that end a request.
         sampler: how tokens are chosen; greedily by default.
+        consensus: where several ranks run this loop in lockstep: they vote before each phase, recording, replay and
+            skip of the draft. Whoever differs is refused on every rank; the next `step` goes on without speculation.
         machine: further arguments of the `Orchestrator` (check, drop, trace, contracts, …).
     """
 
@@ -171,6 +175,7 @@ class DecodeLoop:
         settings: Settings,
         stop: Iterable[int] = (),
         sampler: Sampler | None = None,
+        consensus: Consensus | None = None,
         **machine: Any,
     ) -> None:
         if settings.backend not in FLAVOURS:
@@ -180,7 +185,7 @@ class DecodeLoop:
         self.stop = frozenset(stop)
         self.sampler = sampler or Sampler()
         self.flavour = FLAVOURS[settings.backend]
-        self.lifetime, self.content = Lifetime(), DraftContent()
+        self.lifetime, self.content, self.consensus = Lifetime(), DraftContent(), consensus
         self.forward_pass = _forward_pass(settings, self.flavour)
         self.unified = UnifiedCache(settings.unified) if draft is not None and settings.unified is not None else None
         self.cache = self._cache(Domain.TARGET, target, settings.tokens_per_block, settings.blocks)
@@ -189,12 +194,14 @@ class DecodeLoop:
             sizes = (settings.draft_tokens_per_block, settings.draft_blocks)
             self.draft_cache = self._cache(Domain.DRAFT, draft, *sizes)
         self.metadata = self.flavour.metadata()
+        self.window = Window(self.cache.capacity, self.caches[-1].capacity if draft else None, draft_len=0)
+        self.draft_len = self.settings.draft_len
         self.fsm = self._machine(machine)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._ids = count(1)
         self.forwards = self.eager = self.replays = 0
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[tuple[int, int], Step] = {}
         self.dummies = self._dummies()
         self.pending: _Pending | None = None
         self.leaving: list[Request] = []
@@ -267,16 +274,30 @@ class DecodeLoop:
         backend.allocate(self.metadata, self.cache, self.draft_cache, sizes, settings.device)
         draft = self.draft_cache or self.unified or UnifiedCache("the target decodes alone: there is no draft")
         contracts = (*self._contracts(), *arguments.pop("contracts", ()))
+        if self.consensus is not None:
+            contracts = (*contracts, self.consensus)  # last: whoever voted is expected to act
         return Orchestrator(
             self.metadata, backend=backend, target=self.cache, draft=draft, contracts=contracts, **arguments
         )
 
     def _contracts(self) -> tuple[Contract, ...]:
         """The rules that every event of this loop is held to, before those that it was given."""
-        if self.draft is None:
-            return (self.lifetime, Window(self.cache.capacity, None, draft_len=0))
-        window = Window(self.cache.capacity, self.caches[-1].capacity, draft_len=self.settings.draft_len)
-        return (self.lifetime, window, self.content)
+        return (self.lifetime, self.window) if self.draft is None else (self.lifetime, self.window, self.content)
+
+    @property
+    def draft_len(self) -> int:
+        """L, tokens that the draft proposes from the next step on; 0 leaves the draft out."""
+        return self.window.draft_len
+
+    @draft_len.setter
+    def draft_len(self, length: int) -> None:
+        if not 0 <= length <= self.settings.draft_len:
+            raise ValueError(
+                f"the draft length must be 0 to {self.settings.draft_len} (Settings.draft_len), not {length}"
+            )
+        self.window.draft_len = length
+        if self.consensus is not None:
+            self.consensus.draft_len = length
 
     @property
     def caches(self) -> tuple[PagedKVCache, ...]:
@@ -447,11 +468,41 @@ class DecodeLoop:
         return emissions
 
     def _advance_all(self) -> None:
-        if all(request.speculates(self.settings.draft_len) for request in self.running) and self._launch():
+        if self._static() and self._launch():
             return
         self._unreported += self._verify()
-        if self.draft is not None and self.running:
-            self._propose(self.running)
+        if self.draft is None:
+            return
+        if rows := self._drafting():
+            with self._or_skip():
+                self._propose(rows)
+        else:
+            self._skip()
+
+    def _static(self) -> bool:
+        """Whether every request has a whole draft to verify, and one of them will have use for the next."""
+        whole = all(request.speculates(self.draft_len) for request in self.running)
+        return whole and (self.draft is None or (self.draft_len > 0 and not self._in_vain(self.running, 2)))
+
+    def _in_vain(self, rows: Iterable[Request], own: int = 1) -> bool:
+        """Whether nobody has use for a draft: the target's own next tokens end every request."""
+        return all(request.remaining <= own for request in rows)
+
+    def _skip(self) -> None:
+        """The draft is left out of this step; the other ranks must leave it out too."""
+        if self.consensus is not None:
+            self.consensus.skip(self.fsm)
+
+    @contextmanager
+    def _or_skip(self) -> Iterator[None]:
+        """What this rank refuses by itself, the others learn by its vote: they wait for none that never comes."""
+        try:
+            yield
+        except RankDisagreement:
+            raise
+        except IllegalTransition:
+            self._skip()
+            raise
 
     def _launch(self) -> bool:
         """Start a static step and read the one before. False where the draft's cache lacks rows: they are re-filled by
@@ -468,8 +519,9 @@ class DecodeLoop:
 
     def _speculate(self, rows: list[Request]) -> _Pending:
         """A step of generations only, on the device: see `specfsm.decode.step`."""
-        size, new = self.settings.padded(len(rows)), self.settings.draft_len + 1
-        step = self.steps.setdefault(size, Step(self, size))
+        size, new = self.settings.padded(len(rows)), self.draft_len + 1
+        step = self.steps.get((size, self.draft_len)) or Step(self, size, self.draft_len)
+        self.steps[size, self.draft_len] = step
         self._forget(step)
         step.load(rows)
         ahead = new if self.pending is not None else 0
@@ -483,7 +535,8 @@ class DecodeLoop:
         if self.draft is not None:
             draft = Batch(ids, [min(length - self.draft.shift + new, self.limit) for length in known], [new] * size)
         try:
-            step.run(target, draft)
+            with self._or_skip():
+                step.run(target, draft)
         except BaseException:
             step.holds = ()
             for request in rows:
@@ -504,7 +557,7 @@ class DecodeLoop:
     def _continues(self) -> bool:
         """Whether the step in flight, if any, may be followed by another one unseen."""
         same = self.pending is None or [each.id for each in self.pending.rows] == [each.id for each in self.running]
-        return same and all(each.speculates(self.settings.draft_len) for each in self.running)
+        return same and self._static()
 
     def _drain(self) -> list[Emission]:
         """Wait for the step in flight and take what it wrote."""
@@ -538,7 +591,8 @@ class DecodeLoop:
                 cache.reserve(request.id, len(request.tokens) + self.settings.window)
         inputs = {request.id: request.tokens[request.target_rows :] + request.drafted for request in rows}
         batch = _batch(rows, {r.id: r.target_rows for r in rows}, {i: len(each) for i, each in inputs.items()})
-        self.fsm.target_prepare(batch)
+        with self._or_skip():
+            self.fsm.target_prepare(batch)
         states = self.target(self._tensor(inputs.values()), None, self.forward(batch, Domain.TARGET))
         self.forwards += 1
         emissions = []
@@ -582,28 +636,36 @@ class DecodeLoop:
         self.leaving.append(request)
         self._release()
 
-    def _propose(self, rows: list[Request]) -> None:
-        """The draft's window: it catches up with the accepted tokens, then writes one token a step.
-
-        It begins at the first row that its cache lacks. A draft that reads the target's states has those of the last
-        step only: where it must begin earlier, the target runs over these tokens again in the next step.
+    def _drafting(self) -> list[Request]:
+        """Who drafts in this step. A draft that reads the target's states has those of the last step only: where it
+        must begin earlier, the target runs over these tokens again in the next step.
         """
+        assert self.draft is not None
+        if self.draft_len == 0 or self._in_vain(self.running):
+            return []
+        if not self.draft.shift:
+            return list(self.running)
+        rows = []
+        for request in self.running:
+            held = self.content.rows(request.id)
+            if len(request.tokens) - self.draft.shift - held == _count(request.states):
+                rows.append(request)
+            else:
+                request.restart(held)
+        return rows
+
+    def _propose(self, rows: list[Request]) -> None:
+        """The draft's window: it catches up with the accepted tokens, then writes one token a step. It begins at the
+        first row that its cache lacks."""
         assert self.draft is not None
         shift = self.draft.shift
         held = {request.id: self.content.rows(request.id) for request in rows}
-        if shift:
-            lacking = [each for each in rows if len(each.tokens) - shift - held[each.id] != _count(each.states)]
-            for request in lacking:
-                request.restart(held[request.id])
-            rows = [request for request in rows if request not in lacking]
-        if not rows:
-            return
         rows = sorted(rows, key=lambda request: held[request.id] > 0)
         inputs = {request.id: request.tokens[held[request.id] + shift :] for request in rows}
         batch = _batch(rows, held, {i: len(each) for i, each in inputs.items()})
         tokens, states = self._tensor(inputs.values()), _joined(rows) if shift else None
         drafted: dict[int, list[int]] = {request.id: [] for request in rows}
-        steps = self.settings.draft_len
+        steps = self.draft_len
         noise = self.sampler.noise(len(rows), steps).to(tokens.device)
         drawn: list[dict[int, torch.Tensor]] = []
         with self.fsm.draft_forward(batch):

@@ -29,11 +29,12 @@ WARM_UPS = 2
 
 
 class Step:
-    """The step of one padded batch size.
+    """The step of one padded batch size and draft length.
 
     Args:
         loop: whose models, caches and machine it runs.
         size: B, rows, dummies included.
+        draft_len: L, tokens that are verified, and proposed anew.
 
     Attributes:
         known: [B, 1 + L], each request's last known token and its drafted ones.
@@ -46,8 +47,8 @@ class Step:
         probs: [B, L, vocabulary], what the drafted tokens were drawn from; None when greedy.
     """
 
-    def __init__(self, loop: DecodeLoop, size: int) -> None:
-        self.loop, self.size, self.tokens = loop, size, loop.settings.draft_len + 1
+    def __init__(self, loop: DecodeLoop, size: int, draft_len: int) -> None:
+        self.loop, self.size, self.tokens = loop, size, draft_len + 1
         device = torch.device(loop.settings.device)
         self.known = torch.zeros((size, self.tokens), dtype=torch.long, device=device)
         self.length = torch.ones(size, dtype=torch.int32, device=device)
@@ -114,7 +115,7 @@ class Step:
 
     def _record(self, target: Batch, draft: Batch | None) -> None:
         """Capture the whole step, or its draft phase alone. Recording executes nothing."""
-        fsm, key = self.loop.fsm, (self.size, self.loop.settings.draft_len)
+        fsm, key = self.loop.fsm, (self.size, self.tokens - 1)
         whole = self.loop.settings.graphs == "whole" or draft is None
         self._settle(target, draft)
         self.engine = engine_for(self.loop.settings.device)

@@ -30,7 +30,7 @@ from specfsm.kernels.recipes import (
 )
 from specfsm.kernels.refresh_reference import refresh_reference
 
-__all__ = ["RefreshLaunch", "Tile"]
+__all__ = ["Bindings", "Plane", "RefreshLaunch", "Tile"]
 
 Engine = Literal["auto", "reference", "triton"]
 
@@ -203,6 +203,26 @@ class RefreshLaunch:
     @property
     def geometry(self) -> Geometry:
         return self._bound.geometry
+
+    @property
+    def bound(self) -> Bindings:
+        """What the planes are computed from."""
+        return self._bound
+
+    @property
+    def planes(self) -> list[list[Plane]]:
+        """The planes of each recipe, in order; for the kernel only."""
+        return self._rows
+
+    @property
+    def descriptors(self) -> tuple[Tensor, Tensor]:
+        """The descriptor table and the work list on the device; for the kernel only. A rebinding is written into it."""
+        return self._arguments[0], self._arguments[1]
+
+    @property
+    def tile_sizes(self) -> tuple[int, int, int]:
+        """Rows, blocks and tokens of a tile."""
+        return self._sizes[:3]
 
     def rebind(self, name: str, tensor: Tensor) -> None:
         """Bind another tensor under `name` and rewrite the descriptors that hold its address or shape.

@@ -180,7 +180,7 @@ class Compiled:
 
     def fire(self, event: str) -> Any:
         """Take `event` and return the new state. A callback that raises leaves the old one."""
-        arc = self.find(event)
+        arc = self.arcs.get((self.state, event)) or self.find(event)
         source = self.state
         for callback in arc.before:
             callback()

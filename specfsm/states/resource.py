@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import unique
+from typing import NamedTuple
 
 from attrs import frozen
 
@@ -51,14 +52,28 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-@frozen
-class Saved:
-    """What a refused transition puts back."""
+class Saved(NamedTuple):
+    """What a refused transition puts back: for each domain, what is bound and stale, the versions and the stamps."""
 
     bound: tuple[int, ...]
     stale: tuple[int, ...]
     versions: tuple[list[int], ...]
-    stamps: tuple[list[tuple[int, ...] | None], ...]
+    stamps: tuple[list[list[int] | None], ...]
+
+
+@frozen
+class Publication:
+    """What publishing a mask of resources touches.
+
+    Args:
+        positions: whose versions move.
+        places: whose stamps do.
+        readers: mask of what becomes stale by it, if it is bound.
+    """
+
+    positions: tuple[int, ...]
+    places: tuple[int, ...]
+    readers: int
 
 
 class Ledger:
@@ -70,6 +85,12 @@ class Ledger:
         views: resource → resources whose *binding* it follows, though not their contents (an alias of a buffer).
 
     A resource is itself an input to its readers: publishing or editing it moves its version.
+
+    Attributes:
+        versions: for each domain, the version of each input and resource.
+        stamps: for each domain and resource, the versions that its last refresh consumed; None before the first.
+
+    A domain's lists are never changed but replaced: to save them is to keep them, and a stamp is a list that was.
     """
 
     def __init__(
@@ -86,11 +107,12 @@ class Ledger:
         self.readers = [self._mask_of_readers(name) for name in self.position]
         self.follow = self._followers(views or {})
         count = len(self.position)
-        self.versions: tuple[list[int], ...] = tuple([0] * count for _ in Domain)
-        self.stamps: tuple[list[tuple[int, ...] | None], ...] = tuple([None] * len(self.names) for _ in Domain)
+        self.versions: list[list[int]] = [[0] * count for _ in Domain]
+        self.stamps: list[list[list[int] | None]] = [[None] * len(self.names) for _ in Domain]
         self.bound = [0 for _ in Domain]
         self.stale = [0 for _ in Domain]
         self.saved: Saved | None = None
+        self._publications: dict[int, Publication] = {}
 
     def _sources(self, reads: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
         """Everything a resource is derived from, directly or through others, in order of first mention."""
@@ -124,9 +146,9 @@ class Ledger:
     # The events of the resource table, each over many resources at once.
 
     def bind(self, domain: Domain, place: int) -> None:
-        self.saved = None
-        self.versions[domain][len(self.inputs) + place] += 1
-        self.stamps[domain][place] = None
+        self._advance(domain, (len(self.inputs) + place,))
+        self.stamps[domain] = stamps = self.stamps[domain][:]
+        stamps[place] = None
         self.bound[domain] |= 1 << place
         self.stale[domain] |= 1 << place | self.follow[place]
 
@@ -138,9 +160,8 @@ class Ledger:
 
     def move(self, domain: Domain, source: str) -> None:
         """An input moved (or a resource's contents were edited, which makes the resource itself stale too)."""
-        self.saved = None
         place = self.position[source]
-        self.versions[domain][place] += 1
+        self._advance(domain, (place,))
         mask = self.readers[place]
         if place >= len(self.inputs):
             mask |= 1 << (place - len(self.inputs))
@@ -150,15 +171,29 @@ class Ledger:
         """These were refreshed, all from the inputs as they are now. Their other readers, if bound, become stale."""
         if not mask:
             return
-        self.saved = None
-        versions, stamps, first = self.versions[domain], self.stamps[domain], len(self.inputs)
-        for place in bits(mask):
-            versions[first + place] += 1
-            self.stale[domain] |= self.readers[first + place] & self.bound[domain]
-        self.stale[domain] &= ~mask
-        stamp = tuple(versions)
-        for place in bits(mask):
+        published = self._publications.get(mask) or self._publication(mask)
+        stamp = self._advance(domain, published.positions)
+        self.stale[domain] = (self.stale[domain] | published.readers & self.bound[domain]) & ~mask
+        self.stamps[domain] = stamps = self.stamps[domain][:]
+        for place in published.places:
             stamps[place] = stamp
+
+    def _advance(self, domain: Domain, positions: Iterable[int]) -> list[int]:
+        """Move these versions, in a new list."""
+        self.saved = None
+        self.versions[domain] = versions = self.versions[domain][:]
+        for position in positions:
+            versions[position] += 1
+        return versions
+
+    def _publication(self, mask: int) -> Publication:
+        places = tuple(bits(mask))
+        positions = tuple(len(self.inputs) + place for place in places)
+        readers = 0
+        for position in positions:
+            readers |= self.readers[position]
+        made = self._publications[mask] = Publication(positions, places, readers)
+        return made
 
     def assume(self, domain: Domain, mask: int) -> None:
         """Take these as fresh while a graph is recorded, because it is replayed only when they are."""
@@ -185,20 +220,12 @@ class Ledger:
         return {name: change for name, change in moved.items() if name in self.inputs} or moved
 
     def save(self) -> Saved:
-        """What `load` puts back. Nothing is copied while nothing changed since the last call."""
+        """What `load` puts back."""
         if self.saved is None:
-            self.saved = Saved(
-                tuple(self.bound),
-                tuple(self.stale),
-                tuple(versions[:] for versions in self.versions),
-                tuple(stamps[:] for stamps in self.stamps),
-            )
+            self.saved = Saved(tuple(self.bound), tuple(self.stale), tuple(self.versions), tuple(self.stamps))
         return self.saved
 
     def load(self, saved: Saved) -> None:
-        self.bound[:] = saved.bound
-        self.stale[:] = saved.stale
-        for domain in Domain:
-            self.versions[domain][:] = saved.versions[domain]
-            self.stamps[domain][:] = saved.stamps[domain]
+        self.bound[:], self.stale[:] = saved.bound, saved.stale
+        self.versions[:], self.stamps[:] = saved.versions, saved.stamps
         self.saved = saved

@@ -117,7 +117,7 @@ def test_ring_takes_its_buffers_in_turn_and_waits_for_the_oldest() -> None:
     device = torch.zeros(3, dtype=torch.int32)
     taken = []
     for value in range(3):
-        staged = ring.take()
+        staged = ring.take(value % 2)
         taken.append(staged)
         staged.fill().fill_(value)
         send(device, flights.take(), staged)
@@ -132,8 +132,8 @@ def test_ring_takes_its_buffers_in_turn_and_waits_for_the_oldest() -> None:
 def test_ring_does_not_wait_for_what_has_landed() -> None:
     clock = Clock()
     ring, flights = StagingRing("rows", (3,), torch.int32, CPU), Flights(clock.event)
-    for _ in range(4):
-        staged = ring.take()
+    for turn in range(4):
+        staged = ring.take(turn % 2)
         staged.fill()
         send(torch.zeros(3, dtype=torch.int32), flights.take(), staged)
         clock.now += 1
@@ -163,7 +163,7 @@ def test_event_of_an_earlier_copy_says_nothing_of_a_later_one() -> None:
     clock = Clock()
     flights, device = Flights(clock.event), torch.zeros(3, dtype=torch.int32)
     ring, other = StagingRing("rows", (3,), torch.int32, CPU), buffer()
-    staged = ring.take()
+    staged = ring.take(0)
     staged.fill().fill_(1)
     first = flights.take()
     send(device, first, staged)
@@ -171,8 +171,8 @@ def test_event_of_an_earlier_copy_says_nothing_of_a_later_one() -> None:
     assert staged.poll()
     other.fill()
     send(device, first, other)  # the same event, armed anew
-    ring.take()
-    assert ring.take() is staged, "two deep"
+    ring.take(1)
+    assert ring.take(0) is staged, "two deep"
     assert ring.waits == 0
     staged.fill().fill_(2)
     second = flights.take()
@@ -192,12 +192,12 @@ def test_waiting_lands_exactly_what_was_waited_for(landed: bool) -> None:
     clock = Clock()
     flights, device = Flights(clock.event), torch.zeros(3, dtype=torch.int32)
     ring = StagingRing("rows", (3,), torch.int32, CPU)
-    pair = [ring.take(), ring.take()]
+    pair = [ring.take(0), ring.take(1)]
     for staged in pair:
         staged.fill()
         send(device, flights.take(), staged)
         clock.now += landed
-    assert ring.take() is pair[0]
+    assert ring.take(0) is pair[0]
     states = [Transfer.FREE, Transfer.IN_FLIGHT]
     assert [each.machine.state for each in pair] == states
     assert (ring.waits, [event.waited for event in clock.events]) == ((0, [0, 0]) if landed else (1, [1, 0]))
@@ -223,7 +223,7 @@ def test_an_armed_event_takes_no_further_copy() -> None:
 
 def test_copies_within_the_host_land_at_once() -> None:
     ring = StagingRing("rows", (3,), torch.int32, CPU)
-    staged = ring.take()
+    staged = ring.take(0)
     staged.fill()
     send(torch.zeros(3, dtype=torch.int32), Flights(events(CPU)).take(), staged)
     assert staged.poll()

@@ -12,8 +12,10 @@ from attrs import frozen
 
 from specfsm import (
     Backend,
+    Batch,
     Consensus,
     FlashMLA,
+    Padding,
     RankSilent,
     SpecFSMError,
     Table,
@@ -91,6 +93,27 @@ def table_kept_from_before() -> None:
     engine.fsm.restore()
 
 
+def write_that_nobody_sees() -> None:
+    """Code writes another request's page into the block table through NumPy, which moves no version counter. Found at
+    level "contents"."""
+    engine = Engine(FlashMLA(), check="contents")
+    engine.fsm.target_prepare(engine.batch())
+    engine.metadata.block_ids_per_seq.numpy()[0, 1] = engine.target.slots[9][0]
+    engine.fsm.target_prepare()
+    engine.fsm.draft_forward()
+
+
+def dummy_in_a_former_row() -> None:
+    """A rank without requests steps with a dummy. In the draft's cache it is looked up where request 9 stood, whose
+    pages request 21 has now."""
+    engine = Engine(Trtllm(), contracts=[Padding()])
+    engine.target.reserve(-1, 4)
+    engine.draft.slots[-1] = engine.draft.slots[21] = engine.draft.slots.pop(9)
+    idle = Batch((-1,), kv_lens=(2,), tokens=(1,), dummies=[-1])
+    engine.fsm.target_prepare(idle)
+    engine.fsm.draft_forward(idle)
+
+
 def rank_that_does_not_vote() -> None:
     """Rank 1 takes a path on which it does not vote."""
     raise agreement.ranks().run(one_votes)[0]
@@ -139,6 +162,7 @@ def undo_that_fails() -> None:
 
 
 EXAMPLES: dict[str, type[Case] | Callable[[], None]] = {
+    "ContentsViolated": write_that_nobody_sees,
     "DraftContentInvalid": content.PrefixHitOfTheTarget,
     "GraphContractBroken": capture.LengthBakedIn,
     "IllegalTransition": step_before_restore,
@@ -146,6 +170,7 @@ EXAMPLES: dict[str, type[Case] | Callable[[], None]] = {
     "InvalidTable": mistyped_hook,
     "NestedEvent": event_in_a_callback,
     "NestedPhase": snapshot.LeftBehindByAWarmUp,
+    "PaddingViolated": dummy_in_a_former_row,
     "PendingTransfer": transfers.PinnedBufferRewritten,
     "RankDisagreement": agreement.SomeRanksSkipTheDrafter,
     "RankSilent": rank_that_does_not_vote,

@@ -40,7 +40,7 @@ def test_every_fact_is_accounted_for(name: str) -> None:
     assert len(meaning.split()) > 5
     inherited = {each for base in kind.__mro__[1:] if attrs.has(base) for each in attrs.fields_dict(base)}
     added = {*attrs.fields_dict(kind)} - inherited if attrs.has(kind) else set()
-    facts = re.findall(r"^ {8}([\w, ]+): ", "".join(sections[-1:]), re.MULTILINE)
+    facts = re.findall(r"^ {8}(\w[\w, ]*): ", "".join(sections[-1:]), re.MULTILINE)
     accounted = re.findall(r"\w+", " ".join(facts))
     assert added <= {*accounted}, f"{name} carries {sorted(added - {*accounted})} and does not say what they are"
     assert all(hasattr(example(name).error, each) for each in accounted)

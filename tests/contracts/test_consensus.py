@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,67 +16,18 @@ from specfsm.contracts.consensus import BYTES, POLICIES, Consensus, Vote, key_in
 from specfsm.domain import Batch
 from specfsm.errors import IllegalTransition, RankDisagreement, RankSilent
 from specfsm.states.phase import Phase
+from tests.ranks import PATIENCE, Ranks
 from tests.toys import BATCH, World, snapshot, world
 
-COUNT = 3
-PATIENCE = 60.0
-"""Seconds after which a test that hangs is a failure."""
 SHORT = 0.5
 """Seconds that a rank waits for votes, where one is missing."""
 STEADY = Batch((7, 3), kv_lens=(8, 8), tokens=(2, 2))
 
 
-# The processes.
-
-
-def serve(rank: int, count: int, path: str, inbox: Any, outbox: Any) -> None:
-    """What a rank runs: one scenario after another. An error is an answer."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    while (scenario := inbox.get()) is not None:
-        function, arguments = scenario
-        try:
-            outbox.put(("is", function(rank, *arguments)))
-        except Exception as error:  # whatever it is, the test is told
-            outbox.put(("raised", repr(error)))
-    dist.destroy_process_group()
-
-
-class Ranks:
-    """So many processes, each waiting for scenarios."""
-
-    def __init__(self, count: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.inboxes, self.outboxes = ([context.Queue() for _ in range(count)] for _ in "io")
-        self.processes = [
-            context.Process(target=serve, args=(rank, count, str(folder / "store"), *pipes), daemon=True)
-            for rank, pipes in enumerate(zip(self.inboxes, self.outboxes, strict=True))
-        ]
-        for process in self.processes:
-            process.start()
-
-    def run(self, scenario: Callable[..., Any], *arguments: Any, of: int | None = None) -> list[Any]:
-        """What the scenario gives on each rank (on the first `of`)."""
-        for inbox in self.inboxes:
-            inbox.put((scenario, arguments))
-        answers = [outbox.get(timeout=PATIENCE) for outbox in self.outboxes[:of]]
-        assert [answer for how, answer in answers if how == "raised"] == []
-        return [answer for _, answer in answers]
-
-    def stop(self) -> None:
-        for inbox in self.inboxes:
-            inbox.put(None)
-        for process in self.processes:
-            process.join(PATIENCE)
-            process.kill()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(COUNT, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
 
 
 def voting(policy: str = "every step", **options: Any) -> tuple[World, Consensus]:
@@ -136,12 +86,12 @@ def test_ranks_that_agree_go_on(ranks: Ranks) -> None:
             [
                 (1, "draft_forward", "", 2, 3),
                 (2, "record", key, 2, 3),
-                (2, "draft_forward", key, 2, 3),
+                (2, "record", key, 2, 3),  # phases inside it are not voted on
                 (2, "draft_replay", key, 2, 3),
                 (2, "skip", "", 2, 3),
             ]
         ]
-        * COUNT
+        * ranks.count
     )
 
 
@@ -183,31 +133,43 @@ def differ_in_draft_len(rank: int) -> Any:
     return facts(lambda: at.fsm.draft_forward(STEADY), at)
 
 
-def differ_in_step(rank: int) -> Any:
-    """One rank is early: it counts a step that the others have not begun."""
+def is_early(rank: int) -> Any:
+    """It counts a step that the others have not begun."""
     at, _ = voting(clock=lambda: 6 if rank == 1 else 5)
     return facts(lambda: at.prepare(STEADY), at)
 
 
-DISAGREEMENTS = {
-    "event": (differ_in_event, "draft_forward", "skip"),
-    "graph": (differ_in_graph, "(2, 3)", "(2, 4)"),
-    "batch": (differ_in_batch, 2, 3),
-    "draft_len": (differ_in_draft_len, 3, 2),
-    "step": (differ_in_step, 5, 6),
-}
+def is_late(rank: int) -> Any:
+    """It comes with the vote of a step that the others have left."""
+    clock = [1]
+    at, _ = voting(clock=lambda: clock[0])
+    at.round_trip(STEADY)
+    clock[0] += rank != 1
+    return facts(lambda: at.prepare(STEADY), at)
 
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_disagreement_is_raised_on_every_rank(ranks: Ranks, name: str) -> None:
+DISAGREEMENTS = [
+    ("event", differ_in_event, "draft_forward", "skip"),
+    ("graph", differ_in_graph, "(2, 3)", "(2, 4)"),
+    ("batch", differ_in_batch, 2, 3),
+    ("draft_len", differ_in_draft_len, 3, 2),
+    ("step", is_early, 5, 6),
+    ("step", is_late, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "scenario", "usual", "other"), DISAGREEMENTS)
+def test_disagreement_is_raised_on_every_rank(
+    ranks: Ranks, name: str, scenario: Callable[[int], Any], usual: Any, other: Any
+) -> None:
     """vLLM #27837 (event): where some ranks skip the drafter the others wait for ever. All are refused, all know what
     each was about to do, and nothing has changed."""
-    scenario, usual, other = DISAGREEMENTS[name]
     found = ranks.run(scenario)
     for rank, each in enumerate(found):
         assert (each["kind"], each["fields"], each["rank"]) == ("RankDisagreement", (name,), rank)
-        assert [vote[name] for vote in each["votes"].values()] == [usual, other, usual]
-        assert list(each["votes"]) == list(range(COUNT))
+        others = [usual] * (ranks.count - 2)
+        assert [vote[name] for vote in each["votes"].values()] == [usual, other, *others]
+        assert list(each["votes"]) == list(range(ranks.count))
 
 
 def stale_flag(rank: int) -> Any:
@@ -221,7 +183,7 @@ def stale_flag(rank: int) -> Any:
 
 def test_last_steps_agreement_is_not_this_steps(ranks: Ranks) -> None:
     """TensorRT-LLM #17710: the flag of the last step was applied before this step's vote. It is refused until then."""
-    assert ranks.run(stale_flag) == [(("step",), 2)] * COUNT
+    assert ranks.run(stale_flag) == [(("step",), 2)] * ranks.count
 
 
 def refused_by_itself(rank: int) -> Any:
@@ -231,7 +193,7 @@ def refused_by_itself(rank: int) -> Any:
         events = ("draft_forward",)
 
         def admit(self, fsm: Any, event: str, batch: Batch | None) -> None:
-            if rank == 2:
+            if rank == 1:
                 raise IllegalTransition(fsm.state, event)
 
     consensus = Consensus(draft_len=3, timeout=PATIENCE)
@@ -250,7 +212,7 @@ def refused_by_itself(rank: int) -> Any:
 
 
 def test_what_one_rank_refuses_all_go_without(ranks: Ranks) -> None:
-    assert ranks.run(refused_by_itself) == [(("event",), Phase.TARGET_PREPARE.name)] * COUNT
+    assert ranks.run(refused_by_itself) == [(("event",), Phase.TARGET_PREPARE.name)] * ranks.count
 
 
 # Silence.
@@ -260,9 +222,10 @@ def silent(rank: int) -> Any:
     """One rank votes only when the others have given up."""
     at, consensus = voting(timeout=SHORT)
     at.prepare(STEADY)
+    others = [other for other in consensus.ranks if other != 1]
     if rank == 1:
         store = consensus.group.get_group_store()
-        store.wait(["gave up 0", "gave up 2"])
+        store.wait([f"gave up {other}" for other in others])
         return facts(lambda: at.fsm.draft_forward(STEADY), at)
     found = facts(lambda: at.fsm.draft_forward(STEADY), at)
     consensus.group.get_group_store().set(f"gave up {rank}", b"")
@@ -272,10 +235,10 @@ def silent(rank: int) -> Any:
 def test_rank_that_never_votes_is_named(ranks: Ranks) -> None:
     """The others do not hang: after the time-out each names it. When it comes it is refused too, and so is whatever
     follows: the group is broken."""
-    first, late, third = ranks.run(silent)
-    for found, after in (first, third):
+    first, late, *more = ranks.run(silent)
+    for found, after in (first, *more):
         assert (found["kind"], found["missing"], found["broken"]) == ("RankSilent", (1,), False)
-        assert found["votes"].keys() == {0, 2}
+        assert found["votes"].keys() == {*range(ranks.count)} - {1}
         assert f"rank 1 did not vote within {SHORT:g} s" in found["text"]
         assert (after["kind"], after["missing"], after["broken"]) == ("RankSilent", (1,), True)
         assert "the group is broken since" in after["text"]
@@ -292,15 +255,11 @@ def dies(rank: int) -> Any:
     return facts(lambda: at.fsm.draft_forward(STEADY), at)
 
 
-def test_dead_rank_is_named(tmp_path: Path) -> None:
-    started = Ranks(2, tmp_path)
-    try:
-        [found] = started.run(dies, of=1)
-    finally:
-        for process in started.processes:
-            process.kill()
-            process.join()
-    assert (found["kind"], found["missing"]) == ("RankSilent", (1,))
+@pytest.mark.parametrize("count", [2, 4])
+def test_dead_rank_is_named(count: int, tmp_path: Path) -> None:
+    with Ranks(count, tmp_path) as started:
+        for found in started.run(dies, dead=(1,)):
+            assert (found["kind"], found["missing"]) == ("RankSilent", (1,))
 
 
 # Policies.
@@ -319,19 +278,21 @@ def rounds(rank: int, policy: str) -> Any:
 @pytest.mark.parametrize(("policy", "votes"), [("every step", 5), ("on recording", 1), ("off", 0)])
 def test_policy_says_when_ranks_vote(ranks: Ranks, policy: str, votes: int) -> None:
     """Draft steps are not voted on: their window was."""
-    assert ranks.run(rounds, policy) == [votes] * COUNT
+    assert ranks.run(rounds, policy) == [votes] * ranks.count
 
 
-def pair(rank: int) -> Any:
-    group = dist.new_group([0, 2], backend="gloo")
-    if rank == 1:
+def outer(rank: int, count: int) -> Any:
+    group = dist.new_group([0, count - 1], backend="gloo")
+    if rank not in (0, count - 1):
         return None
     at, consensus = voting(group=group)
-    return facts(lambda: at.prepare(BATCH if rank == 2 else STEADY), at)["votes"].keys() == {0, 2}, consensus.rank
+    return facts(lambda: at.prepare(STEADY if rank else BATCH), at)["votes"].keys() == {0, count - 1}, consensus.rank
 
 
 def test_group_of_some_ranks_names_them_as_the_world_does(ranks: Ranks) -> None:
-    assert ranks.run(pair) == [(True, 0), None, (True, 2)]
+    first, *inner, last = ranks.run(outer, ranks.count)
+    assert (first, last) == ((True, 0), (True, ranks.count - 1))
+    assert not any(inner)
 
 
 def test_what_it_cannot_be_made_with() -> None:

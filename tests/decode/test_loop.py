@@ -102,7 +102,7 @@ def test_padded_rows_change_no_token(backend: str) -> None:
     loop = DecodeLoop(target(), draft("early-exit"), settings(backend, **MODES["padded"]))
     lossless(churn(loop))
     assert loop.replays > 0
-    assert list(loop.steps) == [3]
+    assert list(loop.steps) == [(3, 3)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -432,7 +432,8 @@ def test_a_refused_step_is_decoded_without_speculation(backend: str, event: str,
 
 
 def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
-    """Even a draft that is refused every time costs speed only: each step decodes without speculation."""
+    """Even a draft that is refused every time costs speed only: each step decodes without speculation. (Behind the
+    last token but one there is nothing to draft.)"""
     loop = DecodeLoop(target(), draft("self"), settings(), drop=[("kv_cache_block_offsets", Domain.DRAFT)])
     loop.submit(prompt(29, 6), 6)
     output: list[int] = []
@@ -443,7 +444,7 @@ def test_a_dropped_refresh_leaves_the_target_to_decode_alone() -> None:
                 output += emission.tokens
         except StaleResource:
             refused += 1
-    assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 5, 6)
+    assert (output, refused, loop.forwards) == (reference(prompt(29, 6), 6), 4, 6)
 
 
 # Room.
@@ -554,7 +555,7 @@ def test_request_that_comes_back_loses_nothing(mode: str, kind: str, how: str) -
         if step in (2, 4):
             COMES_BACK[how](loop, ids[step % 3 % 2])
     assert outputs == {request: reference(prompt(35 + place, 7), 20) for place, request in enumerate(ids)}
-    assert all(each.proposed for each in emissions[-2:]), "it does not speculate any more"
+    assert all(each.proposed for each in emissions[-4:] if not each.finished), "it does not speculate any more"
     if kind == "self":
         assert all(each.accepted == each.proposed for each in emissions if not each.finished)
     assert [cache.free_blocks for cache in loop.caches] == free_at_start(loop)

@@ -1,0 +1,188 @@
+"""Rows that are nobody's: what they resolve to is their own, in both caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from specfsm.contracts.padding import Padding
+from specfsm.domain import Batch, Domain, RowOrder
+from specfsm.errors import PaddingViolated, UnknownMetadata
+from specfsm.states.phase import Phase
+from tests.toys import REQUESTS, World, manager, snapshot, world
+
+TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
+DUMMIES = (-1, -2)
+BATCH = Batch((*REQUESTS, *DUMMIES), (8,) * 3 + (3, 3), (2,) * 5, dummies=DUMMIES)
+IDLE = Batch(DUMMIES, (3, 3), (2, 2), padded=4, dummies=DUMMIES)
+
+
+def build(backend: str = "toy", order: RowOrder = RowOrder.BATCH, padding: Any = None, **options: Any) -> World:
+    """A world in which each dummy has two pages in each cache."""
+    at = world(backend, order=order, contracts=[padding or Padding()], **options)
+    for held in (at.target, at.draft):
+        for dummy in DUMMIES:
+            held.allocate(dummy, 2)
+    return at
+
+
+def refused(at: World, event: str, batch: Batch) -> PaddingViolated:
+    """The refusal of an event, which changes nothing."""
+    at.fsm.explain()  # takes note of what the managers did
+    before = snapshot(at.fsm)
+    with pytest.raises(PaddingViolated) as caught:
+        getattr(at.fsm, event)(batch)
+    assert before.differences(snapshot(at.fsm)) == []
+    return caught.value
+
+
+def steal(at: World, domain: Domain, dummy: int, page: int) -> None:
+    """The manager's table shows `page` as the dummy's second one; who owns it, it says as before."""
+    held = at.target if domain is TARGET else at.draft
+    owners = held.page_owners("kv")
+    held.slots[dummy][1] = page
+    held.page_owners = lambda pool: owners  # type: ignore[method-assign]  # what a manager that lost track would say
+    held.blocks_version += 1
+    if dummy in held.row_of:
+        held._write(held.row_of[dummy], dummy)
+
+
+@pytest.mark.parametrize("order", RowOrder)
+@pytest.mark.parametrize("backend", ["toy", "trtllm", "flash_mla", "dsa", "deepseek_v4"])
+def test_dummies_with_pages_of_their_own_pass(backend: str, order: RowOrder) -> None:
+    at = build(backend, order)
+    at.round_trip(BATCH)
+    assert at.fsm.state is Phase.RESTORE
+
+
+@pytest.mark.parametrize("order", RowOrder)
+@pytest.mark.parametrize(("domain", "event"), [(TARGET, "target_prepare"), (DRAFT, "draft_forward")])
+def test_dummy_in_a_live_requests_page_is_refused(order: RowOrder, domain: Domain, event: str) -> None:
+    at = build(order=order)
+    held = at.target if domain is TARGET else at.draft
+    page = held.slots[3][0]
+    steal(at, domain, -2, page)
+    if domain is DRAFT:
+        at.fsm.target_prepare(BATCH)
+    error = refused(at, event, BATCH)
+    assert (error.domain, error.row, error.request, error.page, error.owner) == (domain, 4, -2, page, 3)
+    assert error.reached == ((4, -2, page, 3),)
+
+
+def test_step_and_replay_are_asked_too() -> None:
+    at = build()
+    at.fsm.target_prepare(BATCH)
+    at.fsm.draft_forward(BATCH)
+    steal(at, DRAFT, -1, at.draft.slots[9][2])
+    error = refused(at, "draft_step", BATCH.next_step())
+    assert (error.domain, error.request, error.owner) == (DRAFT, -1, 9)
+    assert "draft_replay" in Padding.events
+
+
+def test_free_page_is_not_the_dummys() -> None:
+    """What is free may be wanted again: a prefix cache counts on what stands there."""
+    at = build()
+    page = at.draft.free[0]
+    steal(at, DRAFT, -1, page)
+    at.fsm.target_prepare(BATCH)
+    assert refused(at, "draft_forward", BATCH).reached == ((3, -1, page, None),)
+
+
+def test_dummy_must_have_a_page_for_each_of_its_tokens() -> None:
+    """Behind its pages a row holds the sentinel, which may be page 0. What was judged once is not forgotten."""
+    at = build()
+    at.fsm.target_prepare(BATCH)
+    with at.fsm.draft_forward(BATCH):
+        at.fsm.draft_step()
+        long = at.fsm.batch()
+        assert long is not None
+        grown = attrs.evolve(long, kv_lens=(9, 9, 9, 4, 5))  # two pages of the draft's hold 4 tokens
+        assert refused(at, "draft_step", grown).reached == ((4, -2, None, None),)
+        at.draft.allocate(-2)
+        at.fsm.draft_step(grown)
+
+
+def test_a_verdict_holds_until_the_blocks_move() -> None:
+    """The table is looked at once for a batch, and again when something moved."""
+    at = build()
+    asked: list[str] = []
+    tell = at.target.page_owners
+    at.target.page_owners = lambda pool: asked.append(pool) or tell(pool)  # type: ignore[method-assign, func-returns-value]  # counts
+    for _ in range(3):
+        at.fsm.target_prepare(BATCH)
+    assert asked == ["kv"]
+    at.target.swap()
+    at.fsm.target_prepare(BATCH)
+    at.fsm.target_prepare(attrs.evolve(BATCH, request_ids=(3, 7, 9, -2, -1)))
+    assert asked == ["kv"] * 3
+
+
+def test_refusal_is_no_verdict() -> None:
+    """A batch that was refused is looked at again, and refused again."""
+    at = build()
+    steal(at, TARGET, -1, at.target.slots[7][0])
+    assert refused(at, "target_prepare", BATCH).owner == refused(at, "target_prepare", BATCH).owner == 7
+
+
+@pytest.mark.parametrize(
+    ("backend", "page_0_of", "refuses"),
+    [
+        ("trtllm", 7, True),
+        ("flash_mla", 7, True),
+        ("dsa", 7, True),
+        ("deepseek_v4", 7, False),  # its sentinels are no places
+        ("trtllm", None, False),
+        ("trtllm", -9, False),
+    ],
+)
+def test_sentinel_may_be_no_live_page(backend: str, page_0_of: int | None, refuses: bool) -> None:
+    """A padded row resolves to what its sentinel names. Engines keep that page free, or give it to a null request."""
+    at = world(backend, contracts=[Padding(reserved=[-9])])
+    assert at.target.slots[7][0] == 0
+    if page_0_of != 7:
+        at.target.slots[7].pop(0)
+    if page_0_of == -9:
+        at.target.slots[-9] = [0]
+    batch = Batch(REQUESTS, (4,) * 3, (1,) * 3, padded=5)
+    if refuses:
+        assert refused(at, "target_prepare", batch).reached == ((3, None, 0, 7), (4, None, 0, 7))
+    else:
+        at.fsm.target_prepare(batch)
+
+
+def test_batch_without_padding_asks_nothing() -> None:
+    at = build()
+    at.target.page_owners = at.draft.page_owners = None  # type: ignore[assignment, method-assign]  # would fail if asked
+    at.round_trip(attrs.evolve(BATCH, dummies=()))
+    at.fsm.contracts["target_prepare"][0].admit(at.fsm, "target_prepare", None)
+
+
+def test_manager_must_tell_whose_its_pages_are() -> None:
+    at = build(draft=Silent(manager(DRAFT)))
+    at.fsm.target_prepare(BATCH)
+    with pytest.raises(UnknownMetadata, match=r"the draft manager Silent .*\n.*lacks page_owners"):
+        at.fsm.draft_forward(BATCH)
+
+
+class Silent:
+    """A manager that does not tell."""
+
+    def __init__(self, whole: Any) -> None:
+        for name in ("geometry", "generation", "blocks_version", "host_block_offsets", "pool_pointers", "arrange"):
+            setattr(self, name, getattr(whole, name))
+
+
+def test_pool_of_which_nothing_is_told_is_not_judged() -> None:
+    at = build()
+    steal(at, TARGET, -1, at.target.slots[7][0])
+    at.target.page_owners = lambda pool: None  # type: ignore[method-assign]  # no pool
+    at.fsm.target_prepare(BATCH)
+
+
+def test_idle_batch_is_an_ordinary_batch() -> None:
+    """Dummies alone, and padded rows behind them, run through both caches."""
+    at = build("deepseek_v4")
+    at.round_trip(IDLE)
+    assert at.fsm.batch(TARGET) is IDLE
