@@ -206,7 +206,9 @@ def register(metadata_type: type, backend: Callable[[], Backend]) -> None:
     """Say which backend switches metadata of this type (and of its subclasses)."""
     known = _REGISTRY.get(metadata_type)
     if known is not None and known is not backend:
-        raise ValueError(f"{metadata_type.__qualname__} is registered already, for {known}")
+        raise ValueError(
+            f"{metadata_type.__qualname__} is registered already, for {known}: pass backend= to the Orchestrator"
+        )
     _REGISTRY[metadata_type] = backend
 
 

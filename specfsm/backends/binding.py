@@ -320,7 +320,8 @@ class Binding:
         resource = self.backend.resources[place]
         if not isinstance(resource, Buffer):
             raise TypeError(
-                f"{resource.name} is a {resource.kind}: only a Table, Staged or Shared has a buffer to bind"
+                f"{resource.name} is a {resource.kind}: only a Table, Staged or Shared has a buffer to bind; "
+                f"publish({resource.name!r}, value) gives it another value"
             )
         offenders = misfits(resource, resource.name, tensor, self.view.axes, self.domain)
         if offenders:
