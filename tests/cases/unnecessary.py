@@ -8,8 +8,8 @@ from tests.cases.engine import Engine
 
 
 class FirstPassReusesMetadata(Case):
-    """The draft lives in the target's cache, in layers of its own, and its first pass runs the target's batch. All that
-    was built for the target holds for it: building it again is work for nothing."""
+    """The draft's first pass runs the target's batch over the same pages. The metadata that was built for the target
+    holds for it: building it again before each replay is work for nothing."""
 
     rule, name, refused = "R2", "vLLM #40410", None
 
