@@ -10,7 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import cleandoc
 from pathlib import Path
+from textwrap import dedent
 
 from specfsm import errors
 from specfsm.backends import BACKENDS, named
@@ -20,6 +22,8 @@ from specfsm.cli import matrix_markdown
 from specfsm.domain import INPUTS
 from specfsm.states import TABLES
 from specfsm.states.diagram import markdown, mermaid, pipe_table
+from tests.cases.case import reports
+from tests.cases.examples import example
 
 __all__ = ["COMMAND", "DOCUMENTS", "REGIONS", "generated", "main"]
 
@@ -71,9 +75,64 @@ def error_classes() -> str:
     return pipe_table(("class", "is a", "when"), rows)
 
 
+def error_reference() -> str:
+    """A section for each class: what it means, when it is raised, what it carries, and a message raised just now."""
+    return "\n".join(_error_section(name) for name in sorted(errors.__all__) if name != "SpecFSMError")
+
+
+def _error_section(name: str) -> str:
+    kind = getattr(errors, name)
+    meaning, *more = _paragraphs(kind)
+    raised = [each for each in more if not each.startswith("Attributes:")]
+    bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+    rows = [(f"`{attribute}`", meant) for attribute, meant in _attributes(kind)]
+    shown = example(name)
+    source = f"[{shown.name}]({shown.link}). " if shown.link else ""
+    parts = (
+        f"## `{name}`",
+        f"{meaning} Base: {bases}.",
+        *raised,
+        pipe_table(("attribute", "what it is"), rows).strip() if rows else "",
+        f"For example: {source}{shown.situation}",
+        f"```text\n{shown.message}\n```",
+    )
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _attributes(kind: type) -> Iterator[tuple[str, str]]:
+    """What the docstring's last section says of each attribute (or of several, with a comma between them)."""
+    section = next((each for each in _sections(kind) if each.startswith("Attributes:")), "")
+    for line in re.sub(r"\n {4,}", " ", dedent(section.partition("\n")[2])).splitlines():
+        names, _, meaning = line.partition(": ")
+        yield names.replace(", ", "`, `"), meaning
+
+
+def _sections(documented: type) -> list[str]:
+    return cleandoc(documented.__doc__ or "").split("\n\n")
+
+
+def _paragraphs(documented: type) -> list[str]:
+    """The paragraphs of a docstring, each on one line."""
+    return [" ".join(each.split()) for each in _sections(documented)]
+
+
+def cases() -> str:
+    """Every public case by rule: what happened, and what its faulty order of actions is refused with."""
+    rows = [
+        (
+            each.rule,
+            f"[{each.name}]({each.link})",
+            each.situation,
+            ", ".join(f"`{name}`" for name in each.refused) or "nothing: rightly left out",
+        )
+        for each in reports()
+    ]
+    return pipe_table(("rule", "report", "what happened", "refused with"), rows)
+
+
 def _summary(documented: type) -> str:
     """The first paragraph of a docstring, on one line."""
-    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
+    return _paragraphs(documented)[0]
 
 
 REGIONS: dict[str, Callable[[], str]] = {
@@ -83,6 +142,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "inputs": inputs,
     "errors": error_classes,
+    "error reference": error_reference,
+    "cases": cases,
 }
 """Name of a region → what writes it."""
 

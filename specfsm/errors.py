@@ -41,12 +41,20 @@ __all__ = [
 
 
 class SpecFSMError(Exception):
-    """Everything that specfsm raises of its own."""
+    """Everything that specfsm raises of its own. Never raised itself: catch it to catch all."""
 
 
 @define(auto_exc=True, eq=False)
 class InvalidTable(SpecFSMError, ValueError):
-    """A transition table breaks one of the rules in `specfsm.states.table`."""
+    """A machine does not keep the rules of `specfsm.states.table`.
+
+    Raised when a table is built, and when an `Orchestrator` is given an observer with a hook that fits no state or
+    event.
+
+    Attributes:
+        table: the machine's name: phase, resource, graph or transfer.
+        offenders: one line for each rule that is broken.
+    """
 
     table: str
     offenders: tuple[str, ...]
@@ -57,7 +65,14 @@ class InvalidTable(SpecFSMError, ValueError):
 
 @define(auto_exc=True, eq=False)
 class IncompleteBackend(SpecFSMError, TypeError):
-    """A backend's declaration leaves something open: an action, a name, an input, an address space."""
+    """A backend's declaration leaves something open: an action, a name, an input, an address space.
+
+    Raised when a `Backend` is built, with every offender at once.
+
+    Attributes:
+        backend: its name.
+        offenders: one line for each, which says what is wrong with which resource.
+    """
 
     backend: str
     offenders: tuple[str, ...]
@@ -68,7 +83,16 @@ class IncompleteBackend(SpecFSMError, TypeError):
 
 @define(auto_exc=True, eq=False)
 class UnknownMetadata(SpecFSMError, TypeError):
-    """The metadata (or a manager) is not one that a backend can switch. Never passed over in silence."""
+    """The metadata (or a manager) is not one that a backend can switch. Never passed over in silence.
+
+    Raised when an `Orchestrator` is built; and by a phase that finds that a manager's geometry has changed, since every
+    buffer was made for the old one.
+
+    Attributes:
+        subject: what cannot be switched, or whose geometry changed.
+        offenders: one line for each attribute, dtype, shape or member that does not fit.
+        remedy: what would mend it.
+    """
 
     subject: str
     offenders: tuple[str, ...]
@@ -130,7 +154,11 @@ class IllegalTransition(SpecFSMError, RuntimeError):
 
 @define(auto_exc=True, eq=False)
 class NestedPhase(IllegalTransition):
-    """The draft phase was entered while it is active. The first entry's originals would be lost."""
+    """The draft phase was entered while it is active. The first entry's originals would be lost.
+
+    Raised by `draft_forward` in DRAFT_FORWARD and DRAFT_REPLAY: mostly an earlier step was left by an exception, and
+    nobody restored.
+    """
 
     def reasons(self) -> tuple[str, ...]:
         return (
@@ -141,7 +169,10 @@ class NestedPhase(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class NestedEvent(IllegalTransition):
-    """An event was fired while another was under way: by an observer, a contract, or a refresh."""
+    """An event was fired while another was under way: by an observer, a contract, or a refresh.
+
+    Raised by any event; the traceback shows the one that was under way.
+    """
 
     def reasons(self) -> tuple[str, ...]:
         return (
@@ -152,7 +183,14 @@ class NestedEvent(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class WrongThread(IllegalTransition):
-    """An event came from a thread other than the one that drives this orchestrator."""
+    """An event came from a thread other than the one that drives this orchestrator.
+
+    Raised by any event.
+
+    Attributes:
+        owner: the name of the thread that drives it.
+        caller: the name of the thread that fired the event.
+    """
 
     owner: str = field(default="", kw_only=True)
     caller: str = field(default="", kw_only=True)
@@ -169,7 +207,11 @@ class WrongThread(IllegalTransition):
 class StaleResource(IllegalTransition):
     """A resource that the event needs was not refreshed since one of its inputs moved.
 
+    Raised by every event that requires freshness: `target_prepare`, `draft_forward`, `draft_step`, `draft_replay`; by
+    `restore` for what did not follow the switch back; and while a graph is recorded.
+
     Attributes:
+        backend: the backend's name.
         resource, domain: what is stale.
         moved: input → (version at the last refresh, version now).
         never: it was never refreshed at all.
@@ -240,7 +282,11 @@ class StaleResource(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class RefreshDeclined(StaleResource):
-    """A resource's refresh ran and returned nothing: it wrote nothing, so the resource is as stale as before."""
+    """A resource's refresh ran and returned nothing: it wrote nothing, so the resource is as stale as before.
+
+    Raised by the event that ran the refresh, or, where the engine refreshes by itself, by the first that needs what was
+    published as None.
+    """
 
     def reasons(self) -> tuple[str, ...]:
         return (
@@ -255,7 +301,10 @@ class ContentsViolated(IllegalTransition):
     """What a fresh resource holds is not what it must hold (check level "contents"). Observed at a later transition
     than the one that validated it, and reported once for each validation that finds it.
 
+    Raised by any event, by `finish` and `settle` at the latest; in mode "log" it is only warned of.
+
     Attributes:
+        backend: the backend's name.
         resource, domain: what was validated.
         failed: "bounds" (no place of this domain's pool), "owner" (another request's page), "sentinel" (a padded row or
             column holds something) or "contents" (another value than a recomputation gives).
@@ -324,7 +373,16 @@ class ContentsViolated(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class TargetMutated(IllegalTransition):
-    """A target resource was written, rebound or edited while the draft phase was active."""
+    """A target resource was written, rebound or edited while the draft phase was active.
+
+    Raised by `restore`: from level "stamps" on where the write was reported, or both caches share an address; at level
+    "tensors" for any write that moved a tensor's version counter.
+
+    Attributes:
+        backend: the backend's name.
+        resource: which of the target's.
+        how: "written" or "rebound".
+    """
 
     backend: str = field(default="", kw_only=True)
     resource: str = field(default="", kw_only=True)
@@ -342,6 +400,8 @@ class TargetMutated(IllegalTransition):
 @define(auto_exc=True, eq=False)
 class GraphContractBroken(IllegalTransition):
     """A graph would read something else than it was recorded with.
+
+    Raised by `draft_replay`, before anything is refreshed that the graph cannot run on.
 
     Attributes:
         key: the graph's key.
@@ -390,7 +450,10 @@ class PendingTransfer(IllegalTransition):
 class WindowOverflow(IllegalTransition):
     """A request lacks pages for what the phase, or the draft window behind it, would write.
 
+    Raised by the contract `Window`.
+
     Attributes:
+        request, domain: the first that lacks room, and in which cache.
         short: (request, domain, tokens needed, tokens that fit its pages), one for each that lacks room.
     """
 
@@ -420,6 +483,8 @@ class WindowOverflow(IllegalTransition):
 @define(auto_exc=True, eq=False)
 class PaddingViolated(IllegalTransition):
     """A row that is nobody's, padded or a dummy's, would read and write pages that are not its own.
+
+    Raised by the contract `Padding`.
 
     Attributes:
         domain: the cache in which it would.
@@ -474,7 +539,10 @@ class PaddingViolated(IllegalTransition):
 class DraftContentInvalid(IllegalTransition):
     """The draft would read, or an engine would save, rows that the draft's cache does not hold.
 
+    Raised by the contract `DraftContent`: for a draft phase, and from `require` for a save (event "finalise").
+
     Attributes:
+        request: the first that lacks rows.
         short: (request, rows that are valid in the draft's cache, rows that are needed), one for each request.
     """
 
@@ -505,7 +573,9 @@ class DraftContentInvalid(IllegalTransition):
 
 @define(auto_exc=True, eq=False)
 class RankDisagreement(IllegalTransition):
-    """Ranks that act together were about to act differently. Raised on every one of them.
+    """Ranks that act together were about to act differently.
+
+    Raised by the contract `Consensus` on every one of them; and from `agreed` where this step's vote was not taken yet.
 
     Attributes:
         rank: this rank.
@@ -545,6 +615,8 @@ class RankDisagreement(IllegalTransition):
 class RankSilent(RankDisagreement):
     """A rank did not vote in time: it is dead, hangs, or took a path on which it does not vote.
 
+    Raised by the contract `Consensus` on the ranks that did, and on the one that comes late.
+
     Attributes:
         missing: the ranks that did not; empty on the one that came late, when the others had given up.
         timeout: seconds that were waited.
@@ -569,6 +641,8 @@ class RankSilent(RankDisagreement):
 @define(auto_exc=True, eq=False)
 class RetiredRequest(IllegalTransition):
     """A request's life is over, or is not: its results, its place in a batch or its pages were used against that.
+
+    Raised by the contract `Lifetime` for a batch, and from `claim`, `require_free` and `begin`.
 
     Attributes:
         request: its id.
@@ -611,7 +685,14 @@ class RetiredRequest(IllegalTransition):
 
 
 class RestoreFailed(SpecFSMError, ExceptionGroup):
-    """A transition failed, and undoing it failed too. The machine is FAULTED; both errors are in the group."""
+    """A transition failed, and undoing it failed too. The machine is FAULTED; both errors are in the group.
+
+    Raised by any event that activates or refreshes.
+
+    Attributes:
+        event: the event that failed.
+        exceptions: the error of the transition, that of the undo, and any of an observer that was told.
+    """
 
     def __new__(cls, event: str, errors: Sequence[Exception]) -> Self:
         message = (

@@ -538,8 +538,13 @@ def test_binding_the_draft_while_the_target_is_active_waits_for_the_switch() -> 
     [
         ("block_table", torch.zeros(5, 7, dtype=torch.int64), ValueError, "has the dtype int64, not int32"),
         ("block_table", torch.zeros(5, 6, dtype=torch.int32), ValueError, r"not \[S, B\] = \[5, 7\]"),
-        ("block_table", None, ValueError, r"is missing: a int32 tensor \[S, B\] = \[5, 7\] is due"),
-        ("plan", torch.zeros(1), TypeError, "plan is a Plan: only a Table, Staged or Shared has a buffer to bind"),
+        ("block_table", None, ValueError, r"is missing: int32 \[S, B\] = \[5, 7\] is due"),
+        (
+            "plan",
+            torch.zeros(1),
+            TypeError,
+            "plan is a Plan: only a Table, Staged or Shared has a buffer to bind; publish",
+        ),
         ("manager_ref", torch.zeros(1), TypeError, "manager_ref is a Pointer"),
         ("nothing", torch.zeros(1), KeyError, "toy has no resource 'nothing'"),
     ],
@@ -694,7 +699,7 @@ def bind(change: Callable[[Metadata], Any] = lambda _: None, **managers: Any) ->
 MISFITS = {
     "a missing twin": (
         lambda m: delattr(m, "draft_block_table"),
-        r"draft_block_table \[draft\] is missing: a int32 tensor \[S, B\] = \[5, 5\] is due",
+        r"draft_block_table \[draft\] is missing: int32 \[S, B\] = \[5, 5\] is due",
     ),
     "a twin that is None": (lambda m: setattr(m, "draft_rows", None), r"draft_rows \[draft\] is missing"),
     "a twin of the target's width": (

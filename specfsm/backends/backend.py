@@ -206,7 +206,9 @@ def register(metadata_type: type, backend: Callable[[], Backend]) -> None:
     """Say which backend switches metadata of this type (and of its subclasses)."""
     known = _REGISTRY.get(metadata_type)
     if known is not None and known is not backend:
-        raise ValueError(f"{metadata_type.__qualname__} is registered already, for {known}")
+        raise ValueError(
+            f"{metadata_type.__qualname__} is registered already, for {known}: pass backend= to the Orchestrator"
+        )
     _REGISTRY[metadata_type] = backend
 
 
@@ -334,7 +336,10 @@ def _address_spaces_agree(backend: Backend) -> Iterator[str]:
         for operand, unit in resource.recipe.expects.items():
             space = spaces.get(operand)
             if operand in spaces and (space is None or space.unit is not unit):
-                yield f"{resource.name} reads {operand} counted in {unit.value}, but it holds {_held(space)}"
+                yield (
+                    f"{resource.name} reads {operand} counted in {unit.value}, but it holds {_held(space)}: "
+                    "translate it first, or correct its space"
+                )
         source = spaces.get(resource.recipe.pool_of or "")
         held = resource.recipe.holds or (None if source is None else source.unit)
         if held is not None and (resource.space is None or resource.space.unit is not held):

@@ -320,7 +320,8 @@ class Binding:
         resource = self.backend.resources[place]
         if not isinstance(resource, Buffer):
             raise TypeError(
-                f"{resource.name} is a {resource.kind}: only a Table, Staged or Shared has a buffer to bind"
+                f"{resource.name} is a {resource.kind}: only a Table, Staged or Shared has a buffer to bind; "
+                f"publish({resource.name!r}, value) gives it another value"
             )
         offenders = misfits(resource, resource.name, tensor, self.view.axes, self.domain)
         if offenders:
@@ -432,7 +433,7 @@ def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int
     wanted = shape_in(resource, axes)
     axis_names = ", ".join(str(axis) for axis in resource.shape)
     if not isinstance(value, torch.Tensor):
-        return [f"{attribute} [{domain}] is missing: a {resource.dtype} tensor [{axis_names}] = {list(wanted)} is due"]
+        return [f"{attribute} [{domain}] is missing: {resource.dtype} [{axis_names}] = {list(wanted)} is due"]
     found = str(value.dtype).removeprefix("torch.")
     faults = []
     if found != resource.dtype:

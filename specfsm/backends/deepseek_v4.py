@@ -41,7 +41,10 @@ def fill_pools(view: DomainView, host: torch.Tensor) -> torch.Tensor:
     """Refuses a pool that the base table does not have: its entries would silently have no place."""
     pools = torch.tensor(sliding_manager(view).sliding_pools, dtype=host.dtype)
     if int(pools.max()) >= view.axes["P"]:
-        raise ValueError(f"sliding_pools names pool {int(pools.max())}, but the manager has {view.axes['P']} pools")
+        raise ValueError(
+            f"sliding_pools names pool {int(pools.max())}, but the {view.domain}'s manager has {view.axes['P']} pools: "
+            "let it say -1 where a layer has none"
+        )
     return host.copy_(pools)
 
 

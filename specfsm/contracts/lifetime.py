@@ -132,7 +132,7 @@ class Lifetime:
             record = self._records[request] = _Record(next(self._generations))
             return record.generation
         if record.life is Life.LIVE:
-            raise ValueError(f"request {request} lives already, since generation {record.generation}")
+            raise ValueError(f"request {request} lives already, since generation {record.generation}: retire it first")
         raise self._refusal("begin", request, record)
 
     def retire(self, request_ids: Iterable[int]) -> None:
@@ -144,7 +144,7 @@ class Lifetime:
         requests = tuple(dict.fromkeys(request_ids))
         gone = [each for each in requests if each not in self._records or self._records[each].life is not Life.LIVE]
         if gone:
-            raise KeyError(f"requests {gone} do not live: they never began, or were retired already")
+            raise KeyError(f"requests {gone} do not live: they never began, or were retired already; retire each once")
         for request in requests:
             self._records[request].life = Life.RETIRED
 
@@ -172,7 +172,9 @@ class Lifetime:
         requests = tuple(request_ids)
         gone = [each for each in requests if self.life(each) is not Life.LIVE]
         if gone:
-            raise KeyError(f"requests {gone} do not live: nothing is launched for them")
+            raise KeyError(
+                f"requests {gone} do not live: nothing is launched for them; leave them out, or begin() them"
+            )
         rows = tuple((each, self._records[each].generation) for each in requests)
         flight = Flight(self, next(self._steps), rows, done)
         self._flights.append(flight)

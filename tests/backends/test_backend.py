@@ -355,7 +355,7 @@ def test_unknown_type_is_an_error_that_lists_the_known() -> None:
 @pytest.mark.usefixtures("registry")
 def test_type_cannot_be_registered_for_two_backends() -> None:
     register(Metadata, Toy)
-    with pytest.raises(ValueError, match="Metadata is registered already"):
+    with pytest.raises(ValueError, match=r"Metadata is registered already, .*: pass backend= to the Orchestrator"):
         register(Metadata, BACKENDS["trtllm"].make)
 
 

@@ -149,7 +149,9 @@ def test_each_base_is_of_its_own_manager() -> None:
 def test_pool_that_does_not_exist_is_refused() -> None:
     at = world("deepseek_v4")
     at.target.sliding_pools[1][0] = 1
-    with pytest.raises(ValueError, match="sliding_pools names pool 1, but the manager has 1 pools"):
+    with pytest.raises(
+        ValueError, match="sliding_pools names pool 1, but the target's manager has 1 pools: let it say -1"
+    ):
         at.prepare()
 
 

@@ -215,7 +215,9 @@ def test_raw_block_ids_cannot_be_declared_as_its_source() -> None:
         Backend("dsa", tuple(resources))
     tables = ("kv_cache_block_offsets", "indexer_k_cache_block_offsets", "block_table")
     assert caught.value.offenders == tuple(
-        f"{table} reads base_block_offsets counted in entry, but it holds kv/block" for table in tables
+        f"{table} reads base_block_offsets counted in entry, but it holds kv/block: "
+        "translate it first, or correct its space"
+        for table in tables
     )
 
 

@@ -12,26 +12,26 @@ from tests.cases.engine import DRAFT, SIZES, Engine
 
 
 class OutputInTheGraphsPool(Case):
-    """Each forward allocates its output. During the capture it comes from the graph's private pool, whose memory is
-    used again as soon as the forward has returned, while the graph goes on writing to it."""
+    """Each forward allocates the indexer's output. Captured, it comes from the pool that the graph shares with whatever
+    else is captured, and the address that was baked in is somebody else's by the time of a replay."""
 
     rule, name, refused = "R4", "TensorRT-LLM #16290", IllegalTransition
-    facts = {"event": "bind", "subject": "attention_output [draft]"}
-    words = ("attention_output [draft]", "a graph is being recorded", "bind it before the recording")
+    facts = {"event": "bind", "subject": "topk_indices [draft]"}
+    words = ("topk_indices [draft]", "a graph is being recorded", "bind it before the recording")
 
     def engine(self) -> Engine:
         def keep(_: Any, buffer: torch.Tensor) -> torch.Tensor:
             return buffer
 
-        output = Table("attention_output", reads=("batch",), dtype="float32", shape=("T", 8), refresh=keep)
+        output = Table("topk_indices", reads=("batch",), dtype="int32", shape=("T", 8), refresh=keep)
         lens = Table("kv_lens", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=keep)
-        engine = Engine(Backend("attention", (lens, output)))
+        engine = Engine(Backend("indexer", (lens, output)))
         engine.fsm.target_prepare(engine.batch())
         return engine
 
     def new_output(self, engine: Engine) -> torch.Tensor:
-        output = torch.empty(SIZES.max_tokens, 8)
-        engine.fsm.bind("attention_output", output, DRAFT)
+        output = torch.empty(SIZES.max_tokens, 8, dtype=torch.int32)
+        engine.fsm.bind("topk_indices", output, DRAFT)
         return output
 
     def faulty(self) -> None:
@@ -45,7 +45,7 @@ class OutputInTheGraphsPool(Case):
         with engine.fsm.record(("decode", 2)) as graph, engine.fsm.draft_forward():
             pass
         with engine.fsm.draft_replay(graph):
-            assert engine.fsm.value("attention_output") is output
+            assert engine.fsm.value("topk_indices") is output
 
 
 def recorded(engine: Engine, length: int, max_len: int | None) -> Graph:

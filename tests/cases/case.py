@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -9,12 +11,29 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from attrs import frozen
 
 from specfsm import Domain, Orchestrator, SpecFSMError
 from specfsm.domain import INPUTS
 from specfsm.states.resource import Freshness
 
-__all__ = ["CASES", "Case", "every_case", "report"]
+__all__ = ["CASES", "LIST", "Case", "Told", "every_case", "report", "reports"]
+
+LIST = {
+    "R1": ("TensorRT-LLM #15251", "TensorRT-LLM #18343", "vLLM #39775"),
+    "R2": ("TensorRT-LLM #16925", "vllm-ascend #8230", "TensorRT-LLM #12161", "vLLM #40410", "vLLM #46849"),
+    "R3": ("TensorRT-LLM #18769", "SGLang #35275", "SGLang #37975", "vLLM #48261"),
+    "R4": ("TensorRT-LLM #16290", "transformers #45323", "nano-vllm #190"),
+    "R5": ("SGLang #26292", "SGLang #26880", "vllm-ascend #15417", "vLLM #56734"),
+    "R6": ("TensorRT-LLM #13124", "SGLang #28028"),
+    "R7": ("TensorRT-LLM #15546", "mini-sglang #103", "SGLang #31072"),
+    "R8": ("TensorRT-LLM #17710", "vLLM #27837"),
+    "R9": ("TensorRT-LLM #16382", "TensorRT-LLM #17381"),
+    "R10": ("vLLM #45357", "SGLang #23456"),
+    "R11": ("SGLang #19897", "SGLang #32176", "vLLM #35158"),
+    "R12": ("vLLM #16370", "TensorRT-LLM #18660"),
+}
+"""Rule → its public cases. vLLM #40410 and #46849 left a refresh out and were right to."""
 
 HOSTS = {
     "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
@@ -142,3 +161,46 @@ def every_case() -> dict[str, type[Case]]:
             import_module(f"{__package__}.{file.stem}")
     ordered = sorted(CASES, key=lambda case: (int(case.rule[1:]), case.__module__))
     return {case.name: case for case in ordered}
+
+
+@frozen
+class Told:
+    """What a table says of a case.
+
+    Args:
+        refused: names of the classes; none for a refresh that was rightly left out.
+    """
+
+    rule: str
+    name: str
+    link: str
+    situation: str
+    refused: tuple[str, ...]
+
+
+def reports() -> list[Told]:
+    """Every case that is told, by rule: the scenarios, and each test here whose docstring begins with a report's
+    address."""
+    told = [*map(_of_scenario, every_case().values()), *_of_tests()]
+    order = [name for names in LIST.values() for name in names]
+    return sorted(told, key=lambda each: order.index(each.name))
+
+
+def _of_scenario(case: type[Case]) -> Told:
+    refused = (case.refused.__name__,) if case.refused else ()
+    return Told(case.rule, case.name, case.link(), case.situation(), refused)
+
+
+def _of_tests() -> Iterator[Told]:
+    """Read and not imported: a document is written without pytest."""
+    rules = {name: rule for rule, names in LIST.items() for name in names}
+    projects = {repository: project for project, repository in HOSTS.items()}
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        for node in ast.parse(file.read_text()).body:
+            text = (ast.get_docstring(node) or "") if isinstance(node, ast.FunctionDef) else ""
+            found = re.match(r"(https://github\.com/([\w-]+/[\w-]+)/(?:issues|pull)/(\d+))\n+(.*)", text, re.DOTALL)
+            if found:
+                link, repository, number, situation = found.groups()
+                name = f"{projects[repository]} #{number}"
+                refused = re.findall(r"raises\((\w+)\)", ast.unparse(node))
+                yield Told(rules[name], name, link, " ".join(situation.split()), tuple(dict.fromkeys(refused)))

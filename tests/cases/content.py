@@ -66,8 +66,8 @@ class LoadedBackWithoutTheDraft(Case):
 
 
 class SavedBeforeTheDraft(Case):
-    """The KV connector saves a request's pages when the target's forward is done. The draft's layers lie in the same
-    pages and are written after that: what is saved holds none of theirs."""
+    """The KV connector saves a request's cache when the target's forward is done and the drafter has not run. The
+    draft's rows are never copied, and where the cache arrives the draft guesses badly."""
 
     rule, name, refused = "R11", "vLLM #35158", DraftContentInvalid
     facts = {"request": 7, "short": ((7, 4, 8),), "event": "finalise"}

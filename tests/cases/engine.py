@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specfsm import Backend, Batch, Domain, Geometry, KVManager, Orchestrator, Sizes, UnifiedCache
+from specfsm.domain import NOBODY
 
 __all__ = ["DRAFT", "TARGET", "Engine", "Pages"]
 
@@ -43,6 +44,12 @@ class Pages:
     def capacity(self, request: int) -> int:
         """Tokens that fit the request's pages."""
         return len(self.slots[request]) * self.geometry.tokens_per_block
+
+    def page_owners(self, pool: str) -> torch.Tensor:
+        owners = torch.full((self.geometry.blocks_in_primary_pool,), NOBODY, dtype=torch.int64)
+        for request, held in self.slots.items():
+            owners[held] = request
+        return owners
 
     def release(self, request: int) -> None:
         self.free += self.slots.pop(request)
@@ -87,7 +94,11 @@ class Engine:
         if metadata is None:
             backend.allocate(self.metadata, self.target, self.draft, SIZES, "cpu")
         self.fsm = Orchestrator(
-            self.metadata, backend=backend, target=self.target, draft=draft or self.draft, **options
+            self.metadata,
+            backend=backend,
+            target=self.target,
+            draft=draft or self.draft,
+            **{"check": "stamps", **options},
         )
 
     def batch(self, length: int = 8, tokens: int = 4, contexts: int = 0) -> Batch:

@@ -96,8 +96,8 @@ class PlanOfTheActiveBackend(Case):
 
 
 class PlanInTheEagerBuffer(Case):
-    """An eager step in between made the backend point to a buffer of its own. Before the replay the plan is written
-    there, and the graph reads the buffer that it was captured with."""
+    """Before the replay the plan is written into the buffer of the eager path. The graph reads the one that it was
+    captured with."""
 
     rule, name, refused = "R3", "SGLang #37975", GraphContractBroken
     facts = {

@@ -24,6 +24,11 @@ def fill_rows(view: Any, host: torch.Tensor) -> torch.Tensor:
     return host
 
 
+WRONG_UNIT = (
+    "block_table reads block_ids counted in entry, but it holds kv/block: translate it first, or correct its space"
+)
+
+
 class BlockIdsAsSlots(Case):
     """A block id is a name. It is the place of its block too, until a block goes to the host and another takes its
     slot; from then on a table of raw ids reads other requests' pages."""
@@ -31,7 +36,7 @@ class BlockIdsAsSlots(Case):
     rule, name, refused = "R6", "TensorRT-LLM #13124", IncompleteBackend
     facts = {
         "backend": "mla",
-        "offenders": ("block_table reads block_ids counted in entry, but it holds kv/block",),
+        "offenders": (WRONG_UNIT,),
     }
     words = ("block_table reads block_ids counted in entry, but it holds kv/block",)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from specfsm import DSA, Graph, Trtllm, UnifiedCache
 from tests.cases.case import Case
-from tests.cases.engine import DRAFT, Engine
+from tests.cases.engine import Engine
 
 
 class FirstPassReusesMetadata(Case):
-    """The draft lives in the target's cache, in layers of its own, and its first pass runs the target's batch. All that
-    was built for the target holds for it: building it again is work for nothing."""
+    """The draft's first pass runs the target's batch over the same pages. The metadata that was built for the target
+    holds for it: building it again before each replay is work for nothing."""
 
     rule, name, refused = "R2", "vLLM #40410", None
 
@@ -24,7 +24,7 @@ class FirstPassReusesMetadata(Case):
 
 
 class WindowInOneGraph(Case):
-    """All draft steps are captured in one graph that advances lengths and layout itself. Metadata is built once for the
+    """All draft steps are captured in one graph that advances the lengths itself. Metadata is built once for the
     whole window; nothing is built between the steps."""
 
     rule, name, refused = "R2", "vLLM #46849", None
@@ -49,7 +49,12 @@ class WindowInOneGraph(Case):
         graph = self.record(engine)
         engine.fsm.trace.clear()
         engine.fsm.target_prepare()
-        with engine.fsm.draft_replay(graph):
-            pass
-        assert [each.event for each in engine.fsm.trace] == ["target_prepare", "draft_replay", "restore"]
-        assert engine.fsm.batch(DRAFT) is not None
+        for _ in range(2):
+            with engine.fsm.draft_replay(graph):
+                pass
+            engine.fsm.target_prepare()
+        first, again = (each for each in engine.fsm.trace if each.event == "draft_replay")
+        resources = engine.fsm.trace.resources
+        assert resources(first.refreshed) == ()
+        assert resources(again.refreshed) == ("kv_lens_cuda",), "which the graph has advanced"
+        assert {"req_idx_per_token", "slot_mapping_fp8", "block_table"} <= {*resources(again.proven)}

@@ -180,7 +180,7 @@ def test_what_does_not_live_cannot_be_retired_or_launched() -> None:
     with pytest.raises(KeyError, match=r"requests \[8\] do not live"):
         lifetime.launch([7, 8])
     assert (lifetime.life(7), lifetime.fence()) == (Life.LIVE, ())
-    with pytest.raises(ValueError, match="request 7 lives already, since generation 1"):
+    with pytest.raises(ValueError, match="request 7 lives already, since generation 1: retire it first"):
         lifetime.begin(7)
     lifetime.retire([7, 7])
     with pytest.raises(KeyError, match=r"requests \[7\] do not live"):
