@@ -152,7 +152,7 @@ def undo_that_fails() -> None:
         raise MemoryError("no room for the plan")
 
     metadata: Any = Broken()
-    plan = Table("plan", reads=("lengths",), dtype="int32", shape=("S",), refresh=fail)
+    plan = Table("plan", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=fail)
     backend = Backend("planned", (plan,))
     made = Engine(backend)
     backend.allocate(metadata, made.target, made.draft, SIZES, "cpu")

@@ -796,7 +796,7 @@ def test_page_given_away_too_early_is_found(backend: str) -> None:
     for _ in range(2):
         loop.step()
     victim, thief = (request.id for request in loop.running)
-    loop.cache._owned[thief].blocks.append(loop.cache._owned[victim].blocks[0])
+    loop.cache._owners[places(loop.cache, victim)[0]] = thief
     with pytest.raises(ContentsViolated) as caught:
         loop.run()
     facts = (caught.value.domain, caught.value.failed, caught.value.request, caught.value.owner)
