@@ -816,3 +816,14 @@ def test_poison_makes_an_unchecked_miss_loud(backend: str, name: str) -> None:
         crashes.append(churn(loop, unchecked=True).crash)
     assert crashes[0] == ""
     assert "IndexError" in crashes[1]
+
+
+def test_last_tokens_are_replayed_too() -> None:
+    """A draft that nobody needs is cheaper in the graph than an eager forward without it."""
+    loop = DecodeLoop(target(), draft("self"), settings(graphs="whole", max_requests=1, graph_sizes=(1,)))
+    for seed in (1, 2):
+        loop.submit(prompt(seed, 9), 13)
+        before = loop.forwards - loop.replays
+        while loop.waiting or loop.running:
+            loop.step()
+    assert loop.forwards - loop.replays == before + 1, "the prefill"
