@@ -276,11 +276,15 @@ class RefreshLaunch:
         refresh_reference(self.recipes, self.tensors, self.geometry, names)
 
     def _launch(self, mask: int) -> None:
+        self.run(self._kernel, *self._arguments, mask, *self._sizes)
+
+    def run(self, kernel: Any, *arguments: Any) -> None:
+        """Launch `kernel` once, with a program for each tile of the work list, on the device of the tensors."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):  # Triton launches on the current device, whatever its arguments are on
-                self._kernel[(self.programs,)](*self._arguments, mask, *self._sizes)
+                kernel[(self.programs,)](*arguments)
         else:
-            self._kernel[(self.programs,)](*self._arguments, mask, *self._sizes)
+            kernel[(self.programs,)](*arguments)
 
     def _count_writes(self, mask: int) -> None:
         """Move the version counters, which a Triton store does not. A tensor made in inference mode has none."""

@@ -20,7 +20,7 @@ import torch
 from attrs import astuple, frozen
 from torch import Tensor
 
-from specfsm.domain import NOBODY
+from specfsm.domain import NOBODY, SHARED
 from specfsm.kernels.recipes import ExpandRows, GatherTable, SlidingTable, SlotMapping
 from specfsm.kernels.refresh import Bindings, Plane, RefreshLaunch
 from specfsm.kernels.validate_reference import (
@@ -49,7 +49,8 @@ class Violation:
         failed: "bounds": no place of the pool. "sentinel": something stands where nothing may. "owner": a place in a
             page that the row's request does not hold. "contents": another value than the recomputed one.
         found, expected: what it holds, and what was recomputed.
-        owner: the request that holds the page that was found; None for nobody's, or where no owner is known.
+        owner: the request that holds the page that was found; None for nobody's, for one that several share, or where
+            no owner is known.
         request: the request whose row it is; None for a padded one.
     """
 
@@ -185,13 +186,8 @@ class ValidateLaunch:
     def _launch(self, mask: int, record: Tensor) -> None:
         refresh = self.refresh
         details = torch.empty((refresh.programs, 5), dtype=torch.int64, device=refresh.device)
-        arguments = (*refresh.descriptors, self._checks, self.requests, record, details, mask, len(self.requests))
-        sizes = refresh.tile_sizes
-        if refresh.device.type == "cuda" and refresh.device.index != torch.cuda.current_device():
-            with torch.cuda.device(refresh.device):
-                self._kernel[(refresh.programs,)](*arguments, refresh.programs, *sizes)
-        else:
-            self._kernel[(refresh.programs,)](*arguments, refresh.programs, *sizes)
+        tables = (*refresh.descriptors, self._checks, self.requests, record, details)
+        refresh.run(self._kernel, *tables, mask, len(self.requests), refresh.programs, *refresh.tile_sizes)
 
 
 def difference(found: Tensor, expected: Tensor, low: int, high: int, sentinel: int) -> Tensor:
@@ -225,4 +221,4 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _known(request: int) -> int | None:
-    return None if request == NOBODY else request
+    return None if request in (NOBODY, SHARED) else request

@@ -1,7 +1,8 @@
 """Device side of `specfsm.kernels.validate`: one kernel for every kind of output, over the tiles of the refresh.
 
 What an element must be is recomputed in int64 with plain divisions, where `specfsm.kernels.refresh_kernel` multiplies
-32-bit reciprocals, and no function is shared with it. Imported when a launch first needs it.
+32-bit reciprocals: it shares the places of a plane's fields with it, and no function. Imported when a launch first
+needs it.
 
 Annotations name Triton's own types only, because Triton evaluates them.
 """
@@ -17,29 +18,42 @@ from attrs import fields
 from specfsm.domain import NOBODY as NOBODY_ID
 from specfsm.domain import SHARED as SHARED_ID
 from specfsm.kernels import validate_reference as reference
-from specfsm.kernels.refresh import Plane
+from specfsm.kernels.refresh_kernel import (
+    BACK,
+    BASE,
+    BATCH,
+    BOUND,
+    ENDS,
+    LENS,
+    LIVE_WIDTH,
+    MANAGER_ROWS,
+    OFFSET,
+    OFFSET_AT,
+    OUT,
+    OUT_STRIDE,
+    PAGE,
+    PLANE_FIELDS,
+    POOL_AT,
+    POOL_STRIDE,
+    POOLS,
+    RECIPE,
+    REPEAT_STRIDE,
+    REPEATS,
+    REQUESTS,
+    ROW_STRIDE,
+    ROWS,
+    SCALE,
+    SCALE_AT,
+    SENTINEL,
+    TOKEN_BYTES,
+    TOKENS_KIND,
+    WIDTH,
+)
 from specfsm.kernels.validate import Check
 
 __all__ = ["validate_kernel"]
 
-_FIELDS = tuple(attribute.name for attribute in fields(Plane))
 _CHECKS = tuple(attribute.name for attribute in fields(Check))
-
-
-def _at(name: str) -> Any:
-    return tl.constexpr(_FIELDS.index(name))
-
-
-RECIPE, TOKENS_KIND = _at("recipe"), _at("tokens")
-OUT, OUT_STRIDE, WIDTH = _at("out"), _at("out_stride"), _at("width")
-REPEATS, REPEAT_STRIDE = _at("repeats"), _at("repeat_stride")
-BASE, POOL_STRIDE, ROW_STRIDE = _at("base"), _at("pool_stride"), _at("row_stride")
-POOLS, MANAGER_ROWS, LIVE_WIDTH = _at("pools"), _at("manager_rows"), _at("live_width")
-ROWS, BATCH, LENS, PAGE, BOUND = _at("rows"), _at("batch"), _at("lens"), _at("page"), _at("bound")
-SCALE, OFFSET, SENTINEL = _at("scale"), _at("offset"), _at("sentinel")
-POOL_AT, SCALE_AT, OFFSET_AT = _at("pool_at"), _at("scale_at"), _at("offset_at")
-REQUESTS, BACK, ENDS, TOKEN_BYTES = _at("requests"), _at("back"), _at("ends"), _at("token_bytes")
-PLANE_FIELDS = tl.constexpr(len(_FIELDS))
 
 DIVISOR, FIRST, ROW = (tl.constexpr(_CHECKS.index(name)) for name in ("divisor", "first", "row"))
 REPEAT, OWNERS = (tl.constexpr(_CHECKS.index(name)) for name in ("repeat", "owners"))
