@@ -127,13 +127,14 @@ class DraftWindow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        fsm = self.fsm
-        if self.opened and fsm.machine.state in DRAFT_PHASES:
+        fsm, found = self.fsm, None
+        while self.opened and fsm.machine.state in DRAFT_PHASES:
             try:
                 fsm._fire("restore", fsm.switch.target)
-            except ContentsViolated:  # reported once; the block is left nevertheless
-                fsm._fire("restore", fsm.switch.target)
-                raise
+            except ContentsViolated as violation:  # each domain reports one, once; the block is left nevertheless
+                found = found or violation
+        if found is not None:
+            raise found
 
 
 class Orchestrator:

@@ -31,6 +31,7 @@ from specfsm.backends.resource import Alias, Buffer, Pointer, Resource, Staged
 from specfsm.backends.staging import Event, events
 from specfsm.domain import NOBODY, Batch, Domain, OwningKVManager, Unit
 from specfsm.errors import ContentsViolated
+from specfsm.graph import Graph, bake
 from specfsm.kernels.validate import KINDS, ValidateLaunch, difference, unravel
 from specfsm.states.resource import bits
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
     from specfsm.backends.binding import Binding
     from specfsm.backends.script import Script
-    from specfsm.graph import Graph
     from specfsm.orchestrator import Orchestrator
 
 __all__ = ["Mode", "Validation"]
@@ -128,7 +128,6 @@ class Validation:
     def validate(self, event: str, binding: Binding, steps: Script, graph: Graph | None) -> None:
         """Enqueue the validation of all that the phase, or the graph, may read, once it is known to be fresh."""
         target = self.fsm.switch.target
-        self.enqueued = []
         if graph is None:
             self._enqueue(event, binding, steps.required)
             return
@@ -164,6 +163,7 @@ class Validation:
         Raises:
             ContentsViolated: in mode "raise". Later validations of that domain are dropped: they saw the same.
         """
+        self.enqueued = []  # by a transition that was undone
         while self.pending and self.fsm.recording is None:
             first = self.pending[0]
             if wait:
@@ -414,15 +414,8 @@ def _whereabouts(resource: Resource, finding: _Finding, pending: _Pending) -> tu
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two references, numbers or views are the same."""
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return _layout(one) == _layout(other)
-    return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    mine, its = bake(one), bake(other)
+    return one is other or (type(mine) is type(its) and bool(mine == its))
 
 
 def _shown(value: Any) -> Any:

@@ -325,6 +325,20 @@ def test_window_is_left_though_its_end_is_refused() -> None:
     assert (at.fsm.state, at.fsm.domain) == (Phase.RESTORE, TARGET)
 
 
+def test_window_is_left_though_both_caches_are_wrong() -> None:
+    """What the target's validation finds comes with what the draft's does: one is raised, both are kept."""
+    at, made = late()
+    window = at.fsm.draft_forward(BATCH)
+    behind(at, "block_table", DRAFT, (0, 0), 9)
+    at.fsm.draft_step(BATCH)
+    for event in made:
+        event.done = True
+    with pytest.raises(ContentsViolated):
+        window.__exit__(None, None, None)
+    assert (at.fsm.state, at.fsm.domain) == (Phase.RESTORE, TARGET)
+    assert [error.domain for error in at.fsm.violations] == [TARGET, DRAFT]
+
+
 def test_undone_transition_validates_nothing() -> None:
     at = world(check="contents", observe=True)
     at.prepare()
@@ -335,6 +349,9 @@ def test_undone_transition_validates_nothing() -> None:
     at.fuse.disarm()
     assert at.fsm.validation is not None
     assert at.fsm.validation.pending == []
+    at.fsm.finish()  # which enqueues nothing of its own
+    assert at.fsm.validation.pending == []
+    at.prepare()
     at.fsm.draft_forward()
     assert [each.event for each in at.fsm.validation.pending] == ["draft_forward"]
 
