@@ -42,12 +42,14 @@ class Baked:
     def differs(self, binding: Binding) -> str:
         """What is different now, or an empty string."""
         value, was = binding.values[self.place], self.what
-        if was.holds(value) if isinstance(was, Layout) else value == was:
+        if isinstance(was, Layout) and was.holds(value):
             return ""
         now = bake(value)
+        if now == was:
+            return ""
         name = binding.backend.resources[self.place].name
-        line = f"{name} [{self.domain}] was recorded as {_shown(self.what)}, but is {_shown(now)}"
-        return f"{line}: another {', '.join(_other(self.what, now))}" if isinstance(now, Layout) else line
+        line = f"{name} [{self.domain}] was recorded as {_shown(was)}, but is {_shown(now)}"
+        return f"{line}: another {', '.join(_other(was, now))}" if isinstance(now, Layout) else line
 
 
 @frozen

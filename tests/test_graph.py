@@ -14,7 +14,7 @@ from specfsm.backends.backend import Backend
 from specfsm.backends.resource import Shared, Staged, Table
 from specfsm.domain import Batch, Domain
 from specfsm.errors import GraphContractBroken, IllegalTransition, StaleResource
-from specfsm.graph import Graph, bake
+from specfsm.graph import Baked, Graph, bake
 from specfsm.states.graph import Graph as GraphState
 from specfsm.states.phase import Phase
 from specfsm.states.resource import Freshness
@@ -548,3 +548,12 @@ def test_every_buffer_that_the_phases_read_is_in_the_contract() -> None:
     buffers = {each.name for each in at.fsm.backend.resources if isinstance(each, Table | Staged)}
     assert buffers <= baked
     assert all(each.domain is DRAFT for each in graph.baked)
+
+
+@pytest.mark.parametrize(("was", "now"), [(3, torch.tensor([3, 3])), (torch.tensor([3, 3]), 3)])
+def test_value_that_became_another_kind_of_thing_differs(was: Any, now: Any) -> None:
+    """A number where a tensor was, or the other way round."""
+    at = world("toy")
+    place, binding = at.fsm.ledger.index["manager_ref"], at.fsm.bindings[TARGET]
+    binding.values[place] = now
+    assert f"was recorded as {Baked(place, TARGET, bake(was)).what}" in Baked(place, TARGET, bake(was)).differs(binding)
