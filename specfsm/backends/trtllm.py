@@ -21,10 +21,15 @@ __all__ = ["LENGTHS", "SOURCES", "SWITCHED", "Trtllm"]
 
 
 def fill_base(view: DomainView, host: torch.Tensor) -> torch.Tensor:
-    """The manager's own table, after it was put in batch order if its rows follow the batch."""
+    return host.copy_(arranged(view))
+
+
+def arranged(view: DomainView) -> torch.Tensor:
+    """The manager's own table, put in batch order if its rows follow the batch."""
     if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
         view.manager.arrange(view.batch.request_ids)
-    return host.copy_(view.manager.host_block_offsets)
+    table: torch.Tensor = view.manager.host_block_offsets
+    return table
 
 
 PATCHED = 1 << 19
@@ -36,14 +41,12 @@ def patch_base(view: DomainView, host: torch.Tensor, note: tuple[int, int] | Non
     manager: Any = view.manager
     if host.nbytes < PATCHED or not hasattr(manager, "changed_rows"):
         return None
-    if view.geometry.row_order is RowOrder.BATCH and view.batch is not None:
-        manager.arrange(view.batch.request_ids)
-    generation = manager.generation
+    table, generation = arranged(view), manager.generation
     version, rows = manager.changed_rows(note[1] if note is not None and note[0] == generation else None)
     if rows is None:
-        host.copy_(manager.host_block_offsets)
+        host.copy_(table)
     elif len(rows):
-        host.index_copy_(1, rows, manager.host_block_offsets.index_select(1, rows))
+        host.index_copy_(1, rows, table.index_select(1, rows))
     return generation, version
 
 
