@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specfsm.contracts.window import Window
     from specfsm.domain import (
         NOBODY,
+        SHARED,
         AddressSpace,
         Batch,
         Domain,
@@ -80,6 +81,7 @@ _HOMES = {
     "contracts.window": ("Window",),
     "domain": (
         "NOBODY",
+        "SHARED",
         "AddressSpace",
         "Batch",
         "Domain",

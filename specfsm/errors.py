@@ -312,7 +312,7 @@ class ContentsViolated(IllegalTransition):
         row, column: of the table; None where it has no such axis.
         request: whose row it is; None for a padded one, or where rows are no requests.
         found, expected: what it holds, and what the recomputation gives.
-        owner: whose page was found, where the manager tells; None for nobody's.
+        owner: whose page was found, where the manager tells; None for nobody's, or one that several requests share.
         since: the event after whose refresh it was validated.
         moved: input → (version at the last refresh, version then) of what moved though the resource declares that it
             does not read it: an invariant or alias that is none.

@@ -256,11 +256,10 @@ class DecodeLoop(Lifecycle):
     def _static(self) -> bool:
         """Whether every request has a whole draft to verify, and one of them will have use for the next. A graph is
         replayed whether or not: an eager forward takes longer than a draft that nobody needs."""
-        if not all(request.speculates(self.draft_len) for request in self.running):
-            return False
-        if self.draft is None or self.settings.graphs != "off":
-            return self.draft is None or self.draft_len > 0
-        return self.draft_len > 0 and not self._in_vain(self.running, 2)
+        whole = all(request.speculates(self.draft_len) for request in self.running)
+        if self.draft is None or not whole:
+            return whole
+        return self.draft_len > 0 and (self.settings.graphs != "off" or not self._in_vain(self.running, 2))
 
     def _in_vain(self, rows: Iterable[Request], own: int = 1) -> bool:
         """Whether nobody has use for a draft: the target's own next tokens end every request."""
