@@ -85,7 +85,7 @@ class Fault:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     act: Act = _nothing
     moves: bool = True
-    level: Check = Check.TENSORS
+    level: Check = Check.STAMPS
     places: tuple[str, ...] = tuple(PLACES)
 
 
@@ -168,15 +168,15 @@ def _correct_the_target(step: Step, domain: Domain, lens: torch.Tensor, tokens: 
 
 @contextmanager
 def _writing_the_target() -> Iterator[None]:
-    """The draft's window, in which the engine writes the target's lengths."""
-    propose = Step._propose
+    """In the draft phase the engine advances the target's lengths."""
+    forward = DecodeLoop.forward
 
-    def wrong(step: Step, batch: Any) -> None:
-        with step.loop.fsm.draft_forward(batch):
-            step.loop.fsm.value("kv_lens_cuda", TARGET).add_(1)
-        propose(step, batch)
+    def wrong(loop: DecodeLoop, batch: Any, domain: Domain, *limit: Any) -> Any:
+        if domain is DRAFT:
+            loop.fsm.value("kv_lens_cuda", TARGET).add_(1)
+        return forward(loop, batch, domain, *limit)
 
-    with patch.object(Step, "_propose", wrong):
+    with patch.object(DecodeLoop, "forward", wrong):
         yield
 
 
@@ -323,13 +323,13 @@ FAULTS = (
     Fault(name="the draft's table is not refreshed", kind="drop", source="TensorRT-LLM #15251",
           act=partial(_leave_out, DRAFT)),
     Fault(name="lengths are published, then written", kind="reorder", source="vllm-ascend #15417",
-          around=lambda: patch.object(Step, "_correct", _publish_then_write)),
+          level=Check.TENSORS, around=lambda: patch.object(Step, "_correct", _publish_then_write)),
     Fault(name="a prompt's pages are saved before the draft has run", kind="reorder", source="vLLM #35158",
           settings={"prefix_cache": True}, around=lambda: patch.object(DecodeLoop, "_publish", _save_before_the_draft)),
     Fault(name="pages are freed when a request ends, not at the fence", kind="reorder",
           around=lambda: patch.object(DecodeLoop, "_release", _free_at_once)),
     Fault(name="the metadata carries another buffer than the bound one", kind="wrong object",
-          source="SGLang #37975", act=_rebind),
+          source="SGLang #37975", level=Check.TENSORS, act=_rebind),
     Fault(name="a captured buffer is replaced", kind="wrong object", source="TensorRT-LLM #16290", act=_bind,
           places=("replay", "draft replay, overlap")),
     Fault(name="another buffer is written and published", kind="wrong object", source="SGLang #37975",
@@ -337,8 +337,9 @@ FAULTS = (
     Fault(name="the target's lengths are published as the draft's", kind="wrong object",
           around=lambda: patch.object(Step, "_correct", _correct_the_target)),
     Fault(name="the target's lengths are written in the draft phase", kind="wrong object",
-          around=_writing_the_target),
-    Fault(name="the draft's table is filled from the target's", kind="wrong object", around=_copying_between_twins),
+          level=Check.TENSORS, around=_writing_the_target),
+    Fault(name="the draft's table is filled from the target's", kind="wrong object", level=Check.TENSORS,
+          around=_copying_between_twins),
     Fault(name="last step's vote is applied to this step", kind="stale vote", source="TensorRT-LLM #17710",
           around=_alone, act=_apply_last_vote),
     Fault(name="a running request's pages are freed", kind="early free", act=_free_running),

@@ -36,9 +36,14 @@ def test_dropped_refresh_in_the_middle_of_things(fault: Fault, backend: str) -> 
     assert outcome(fault, "overlap", fault.level, backend) == "refused (StaleResource)"
 
 
-@pytest.mark.parametrize("fault", [each for each in FAULTS if each.level is Check.CONTENTS], ids=lambda each: each.name)
+@pytest.mark.parametrize("fault", [each for each in FAULTS if each.level > Check.STAMPS], ids=lambda each: each.name)
 def test_level_below_does_not_find_it(fault: Fault) -> None:
-    """So it is a fault, and the level that the document names is the first that finds it."""
+    """The level that the document names is the first that finds it."""
+    assert outcome(fault, "eager", Check(fault.level - 1)).startswith("silent: ")
+
+
+@pytest.mark.parametrize("fault", [each for each in FAULTS if each.level is Check.CONTENTS], ids=lambda each: each.name)
+def test_what_only_contents_finds_does_harm(fault: Fault) -> None:
     assert outcome(fault, "eager", Check.TENSORS) == "silent: other tokens"
 
 
