@@ -33,6 +33,7 @@ from attrs import define, field
 from specfsm.decode.command import DEFAULT_PROMPT
 from specfsm.decode.loop import DecodeLoop, Settings
 from specfsm.decode.model import Model, make_draft
+from specfsm.decode.training.prompts import encode
 from specfsm.decode.weights import load_target
 from specfsm.domain import Batch, Domain
 from specfsm.orchestrator import Orchestrator
@@ -92,6 +93,10 @@ class ByHand:
 
     def batch(self, domain: Domain) -> Batch | None:
         return self.bindings[domain].batch
+
+    def moved(self, source: str) -> None:
+        """What the step has corrected counts for nothing: all of it is refreshed again."""
+        self.written = [0 for _ in Domain]
 
     def finish(self) -> None:
         """Nothing to note."""
@@ -193,8 +198,7 @@ def prepare(options: argparse.Namespace) -> tuple[Model, Any, Settings, list[int
     lm, tokenizer = load_target(options.target, **place)
     target = Model(lm)
     draft = make_draft(options.draft, target, lambda path: load_target(path, **place)[0], **place)
-    turns = [{"role": "user", "content": options.prompt}]
-    prompt = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+    [prompt] = encode(tokenizer, [options.prompt])
     settings = Settings(
         backend=options.backend,
         draft_len=options.draft_len,

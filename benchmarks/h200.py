@@ -27,6 +27,7 @@ from benchmarks.decode import ByHand
 from benchmarks.losslessness import differences
 from specfsm.decode.loop import DecodeLoop, Settings
 from specfsm.decode.model import Model, make_draft
+from specfsm.decode.training.prompts import encode
 from specfsm.decode.weights import load_target
 from specfsm.domain import Batch, Domain
 from specfsm.errors import GraphContractBroken, StaleResource
@@ -59,10 +60,7 @@ class Bench:
         self.plain, _ = load_target(options.target, dtype=torch.float32, device=options.device)
 
     def ids(self, prompt: str) -> list[int]:
-        turns = [{"role": "user", "content": prompt}]
-        return list(
-            self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-        )
+        return encode(self.tokenizer, [prompt])[0]
 
     def loop(self, variant: dict[str, Any], draft_len: int, requests: int = len(PROMPTS), **more: Any) -> DecodeLoop:
         """A loop of this variant; draft_len 0 decodes with the target alone."""
@@ -198,6 +196,9 @@ class NoSwitch:
         return nullcontext()
 
     def batch(self, domain: Domain) -> None:
+        """Nothing."""
+
+    def moved(self, source: str) -> None:
         """Nothing."""
 
     def finish(self) -> None:

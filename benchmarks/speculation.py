@@ -26,22 +26,27 @@ from specfsm.decode.model import Model, make_draft
 from specfsm.decode.weights import load_target
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(parser: argparse.ArgumentParser) -> None:
+    """Models, and where they run."""
     parser.add_argument("--target", help="as for specfsm decode")
     parser.add_argument("--draft", default="mtp", help="as for specfsm decode (%(default)s)")
     parser.add_argument("--backend", default="trtllm")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--kernels", default="torch", choices=("torch", "flash_mla"))
     parser.add_argument("--graphs", default="off", choices=("off", "whole", "draft"))
+    parser.add_argument("--json", type=Path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options_of(parser)
+    parser.add_argument("--kernels", default="torch", choices=("torch", "flash_mla"))
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--nextn", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--prompts", type=int, default=8, help="prompts for each batch size (at least the batch)")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

@@ -13,7 +13,6 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from attrs import define, field
 
 from benchmarks.losslessness import differences
 from benchmarks.speculation import Bench as Models
+from benchmarks.speculation import options_of
 from specfsm.decode.cache import PagedKVCache
 from specfsm.decode.loop import DecodeLoop, Settings
 
@@ -35,17 +35,11 @@ WARM = 8
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="as for specfsm decode")
-    parser.add_argument("--draft", default="mtp", help="as for specfsm decode (%(default)s)")
-    parser.add_argument("--backend", default="trtllm")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--graphs", default="off", choices=("off", "whole", "draft"))
+    options_of(parser)
     parser.add_argument("--nextn", type=int, default=1)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--input", type=int, default=2048, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--output", type=int, default=2048, help="tokens each request writes (%(default)s)")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(words)
 
 

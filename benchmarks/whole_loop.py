@@ -33,20 +33,16 @@ from typing import Any
 import torch
 from attrs import asdict, define, field, frozen
 
+from benchmarks.h200 import PROMPTS, NoSwitch
 from specfsm.decode.loop import DecodeLoop, Settings
 from specfsm.decode.model import Model, make_draft
+from specfsm.decode.training.prompts import encode
 from specfsm.domain import Batch, Domain
 from specfsm.explain import text_table
 from specfsm.orchestrator import Orchestrator
 
 BLOCK = 10
 WARM = 10
-PROMPTS = (
-    "Why is the sky blue?",
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "List five vegetables that grow well in spring.",
-    "Explain how a bicycle stays upright.",
-)
 CONTENDERS = ("machine", "unchecked", "generation 2", "none")
 COMPARED = CONTENDERS[:-1]
 TWO_MS = 2000.0
@@ -64,16 +60,6 @@ class Window:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-
-class NoSwitch:
-    """Prepares nothing."""
-
-    def target_prepare(self, batch: Batch) -> None:
-        """Nothing."""
-
-    def draft_replay(self, graph: Any, batch: Batch) -> Window:
-        return Window(lambda: None)
 
 
 class Generation2:
@@ -213,18 +199,12 @@ class Bench:
         self.target = Model(lm)
         self.draft = make_draft(options.draft, self.target, None, dtype=dtype, device=options.device)
 
-    def ids(self, prompt: str) -> list[int]:
-        turns = [{"role": "user", "content": prompt}]
-        return list(
-            self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-        )
-
     def runner(self, contender: str, batch: int, overlap: bool) -> Runner:
         """A loop whose steps are replays by now, with tokens enough for all that is timed."""
         options = self.options
         steps = WARM + BLOCK * (options.blocks + 2)
         new = (steps + 4) * (options.draft_len + 1)
-        prompts = [self.ids(PROMPTS[index % len(PROMPTS)]) for index in range(batch)]
+        prompts = encode(self.tokenizer, [PROMPTS[index % len(PROMPTS)] for index in range(batch)])
         settings = Settings(
             draft_len=options.draft_len,
             max_requests=batch,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import handwritten, host_part, levels, phase_switch, whole_loop
+from benchmarks import decode, handwritten, host_part, levels, phase_switch, whole_loop
 from tests.decode import conftest as tiny
 
 CPU = torch.device("cpu")
@@ -155,6 +156,22 @@ def test_host_executes_little() -> None:
     limits = {"all stale": (7000, 120), "typical": (4900, 75), "nothing stale": (1400, 18)}
     for contender, limit in limits.items():
         assert all(0 < count <= most for count, most in zip(counts[contender], limit, strict=True)), counts
+
+
+# A decode loop.
+
+
+@pytest.mark.parametrize("backend", ["trtllm", "dsa"])
+def test_machine_and_both_switches_by_hand_write_the_same(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lockstep` asserts it, over a round that warms up and one that counts."""
+    ready = (tiny.target(), tiny.draft("early-exit"), tiny.settings(backend), tiny.prompt(1, 5))
+    monkeypatch.setattr(decode, "prepare", lambda options: ready)
+    runners, told, prompt = decode.make(Namespace(check="stamps"))
+    for counted in (False, True):
+        decode.lockstep(runners, told, prompt, 9, counted)
+    assert {len(runner.steps) for runner in runners.values()} == {len(runners["machine"].events)}
+    assert not told, "the oracle was told of every refresh, and no more"
+    assert decode.report(runners, 8).keys() > {"machine", "by hand", "oracle"}
 
 
 # The check levels.
