@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from specfsm.backends.backend import Backend
-from specfsm.backends.resource import Alias, Buffer, Pointer, Staged, Table
+from specfsm.backends.resource import Alias, Pointer, Staged, Table
 from specfsm.domain import Domain, KVManager, OwningKVManager, RowOrder
 from specfsm.errors import ContentsViolated
 from specfsm.states.phase import Phase
-from tests.toys import BACKENDS, BATCH, OTHER, Injected, Manager, World, manager, snapshot, world
+from tests.toys import BACKENDS, BATCH, OTHER, Injected, Manager, World, manager, refused, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -24,13 +24,7 @@ TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 def test_sound_loop_is_silent(backend: str, order: RowOrder) -> None:
     """Steps and moves in each domain, reports, rebinding through the machine: no false alarm; something is compared."""
     at = world(backend, check="contents", order=order)
-    for batch in (BATCH, OTHER["batch"], OTHER["lengths"], BATCH):
-        at.round_trip(batch)
-        at.target.swap()
-        at.draft.swap()
-        name = next(each.name for each in at.fsm.backend.resources if isinstance(each, Buffer) and each.recipe)
-        at.fsm.bind(name, at.fsm.value(name).clone())
-        at.prepare(batch)
+    for batch in at.moves():
         assert at.fsm.validation is not None
         assert len(at.fsm.validation.pending) == 1
         at.fsm._fire("draft_replay", at.fsm.switch.draft, batch)
@@ -51,13 +45,7 @@ def behind(at: World, name: str, domain: Domain, index: tuple[int, ...], value: 
 
 
 def caught(at: World, event: Any) -> ContentsViolated:
-    """The refusal of `event`, which changes nothing."""
-    was, state = snapshot(at.fsm), at.fsm.state
-    with pytest.raises(ContentsViolated) as error:
-        event()
-    assert was.differences(snapshot(at.fsm)) == []
-    assert error.value.state is at.fsm.state is state
-    return error.value
+    return refused(at.fsm, ContentsViolated, event)
 
 
 def spoilt(name: str, index: tuple[int, ...], value: int, domain: Domain = TARGET) -> tuple[World, ContentsViolated]:

@@ -14,7 +14,7 @@ from specfsm.errors import IllegalTransition, StaleResource, TargetMutated
 from specfsm.orchestrator import Orchestrator
 from specfsm.states.phase import Phase
 from specfsm.verify import Check
-from tests.toys import BACKENDS, BATCH, OTHER, SIZES, Fuse, Metadata, World, geometry, manager, snapshot, world
+from tests.toys import BACKENDS, BATCH, SIZES, Fuse, Metadata, World, geometry, manager, snapshot, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -155,13 +155,7 @@ def test_stamps_level_does_not_look_at_tensors() -> None:
 def test_tensors_level_has_nothing_to_say_about_a_sound_loop(backend: str) -> None:
     """Steps, moves in each domain, replays, reports, rebinding through the machine: no false alarm."""
     at = world(backend, check="tensors")
-    for batch in (BATCH, OTHER["batch"], OTHER["lengths"], BATCH):
-        at.round_trip(batch)
-        at.target.swap()
-        at.draft.swap()
-        name = next(each.name for each in at.fsm.backend.resources if isinstance(each, Buffer) and each.recipe)
-        at.fsm.bind(name, at.fsm.value(name).clone())
-        at.prepare(batch)
+    for batch in at.moves():
         at.fsm._fire("draft_replay", at.fsm.switch.draft, batch)
         at.fsm._fire("draft_replay", at.fsm.switch.draft, batch)
         at.fsm.restore()

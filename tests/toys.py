@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+import pytest
 import torch
 from attrs import define, field, frozen
 
@@ -31,6 +32,7 @@ from specfsm.backends.resource import (
 )
 from specfsm.backends.trtllm import Trtllm
 from specfsm.domain import INPUTS, NOBODY, AddressSpace, Batch, Domain, Geometry, RowOrder, Unit
+from specfsm.errors import IllegalTransition
 from specfsm.kernels.recipes import GatherTable
 from specfsm.orchestrator import Orchestrator
 from specfsm.states.phase import PHASE
@@ -401,6 +403,17 @@ class World:
     def prepare(self, batch: Batch = BATCH) -> None:
         self.fsm.target_prepare(batch)
 
+    def moves(self) -> Iterator[Batch]:
+        """Steps in which all moves that may: batch, lengths, pages of each cache, a binding. The target is prepared."""
+        for batch in (BATCH, OTHER["batch"], OTHER["lengths"], BATCH):
+            self.round_trip(batch)
+            self.target.swap()
+            self.draft.swap()
+            name = next(each.name for each in self.fsm.backend.resources if isinstance(each, Buffer) and each.recipe)
+            self.fsm.bind(name, self.fsm.value(name).clone())
+            self.prepare(batch)
+            yield batch
+
     def round_trip(self, batch: Batch = BATCH) -> None:
         """One whole step: every (resource, domain) is fresh afterwards, plans and caches published."""
         self.fsm.target_prepare(batch)
@@ -496,6 +509,8 @@ class _FusedLaunch:
 
 # What a refusal must leave alone.
 
+Error = TypeVar("Error", bound=IllegalTransition)
+
 
 @frozen
 class Snapshot:
@@ -561,3 +576,14 @@ def buffers(fsm: Orchestrator, domain: Domain) -> dict[str, torch.Tensor]:
         for resource, value in zip(fsm.backend.resources, binding.values, strict=True)
         if isinstance(resource, Buffer) and domain in resource.domains
     }
+
+
+def refused(fsm: Orchestrator, kind: type[Error], event: Callable[[], object]) -> Error:
+    """What `event` is refused with. It changes nothing; what the managers did before is noted first."""
+    fsm.explain()
+    before = snapshot(fsm)
+    with pytest.raises(kind) as caught:
+        event()
+    assert before.differences(snapshot(fsm)) == []
+    assert caught.value.state is fsm.state
+    return caught.value

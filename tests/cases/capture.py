@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from specfsm import Backend, Graph, GraphContractBroken, IllegalTransition, Table, Trtllm
 from tests.cases.case import Case
-from tests.cases.engine import DRAFT, SIZES, Engine
+from tests.cases.engine import DRAFT, SIZES, Engine, keep, lengths
 
 
 class OutputInTheGraphsPool(Case):
@@ -20,12 +18,8 @@ class OutputInTheGraphsPool(Case):
     words = ("topk_indices [draft]", "a graph is being recorded", "bind it before the recording")
 
     def engine(self) -> Engine:
-        def keep(_: Any, buffer: torch.Tensor) -> torch.Tensor:
-            return buffer
-
         output = Table("topk_indices", reads=("batch",), dtype="int32", shape=("T", 8), refresh=keep)
-        lens = Table("kv_lens", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=keep)
-        engine = Engine(Backend("indexer", (lens, output)))
+        engine = Engine(Backend("indexer", (lengths(), output)))
         engine.fsm.target_prepare(engine.batch())
         return engine
 

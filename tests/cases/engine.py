@@ -7,13 +7,23 @@ from typing import Any
 
 import torch
 
-from specfsm import Backend, Batch, Domain, Geometry, KVManager, Orchestrator, Sizes, UnifiedCache
+from specfsm import Backend, Batch, Domain, Geometry, KVManager, Orchestrator, Sizes, Table, UnifiedCache
 from specfsm.domain import NOBODY
 
-__all__ = ["DRAFT", "TARGET", "Engine", "Pages"]
+__all__ = ["DRAFT", "TARGET", "Engine", "Pages", "keep", "lengths"]
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 SIZES = Sizes(max_sequences=4, max_tokens=16, max_draft_len=3)
+
+
+def keep(_: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """A refresh of contents that the scenario is not about."""
+    return buffer
+
+
+def lengths(name: str = "kv_lens") -> Table:
+    """KV lengths of the rows, by whatever name the engine has for them."""
+    return Table(name, reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=keep)
 
 
 class Pages:

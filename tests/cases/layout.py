@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from specfsm import DSA, Backend, Plan, StaleResource, Table, Trtllm
+from specfsm import DSA, Backend, Plan, StaleResource, Trtllm
 from specfsm.states.resource import Freshness
 from tests.cases.case import Case
-from tests.cases.engine import DRAFT, TARGET, Engine
+from tests.cases.engine import DRAFT, TARGET, Engine, lengths
 
 
 class TokensOfTheTargetsLayout(Case):
@@ -82,15 +82,7 @@ class TwoPredicatesOfStaleness(Case):
 
     def engine(self) -> Engine:
         """One step with a plan, then another with longer requests, for which the owner sees no need of a new one."""
-        lens = Table(
-            "kv_lens",
-            reads=("batch", "lengths"),
-            dtype="int32",
-            shape=("S",),
-            sentinel=0,
-            refresh=lambda _, buffer: buffer,
-        )
-        engine = Engine(Backend("planned", (lens, Plan("plan", reads=("batch", "lengths")))), guard=True)
+        engine = Engine(Backend("planned", (lengths(), Plan("plan", reads=("batch", "lengths")))), guard=True)
         engine.write(engine.batch(length=8), TARGET, "kv_lens")
         engine.fsm.publish("plan", "for 8 tokens")
         engine.fsm.target_prepare(engine.batch(length=8))

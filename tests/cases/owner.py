@@ -8,7 +8,7 @@ import torch
 
 from specfsm import Backend, FlashMLA, Pointer, RefreshDeclined, StaleResource, Table
 from tests.cases.case import Case
-from tests.cases.engine import DRAFT, TARGET, Engine
+from tests.cases.engine import DRAFT, TARGET, Engine, lengths
 
 
 class BlockTableOfTheOtherCache(Case):
@@ -93,14 +93,7 @@ class HeadCountOfTheTarget(Case):
             "builder",
             (
                 Pointer("num_heads", reads=("manager",), of=lambda view: view.geometry.num_kv_heads),
-                Table(
-                    "seq_lens",
-                    reads=("batch", "lengths"),
-                    dtype="int32",
-                    shape=("S",),
-                    sentinel=0,
-                    refresh=lambda _, buffer: buffer,
-                ),
+                lengths("seq_lens"),
             ),
         )
         engine = Engine(backend, guard=True)

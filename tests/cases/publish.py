@@ -8,7 +8,7 @@ import torch
 
 from specfsm import Backend, Graph, GraphContractBroken, StaleResource, Table
 from tests.cases.case import Case
-from tests.cases.engine import DRAFT, SIZES, TARGET, Engine
+from tests.cases.engine import DRAFT, SIZES, TARGET, Engine, lengths
 
 
 def split(view: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -21,11 +21,8 @@ def split(view: Any, buffer: torch.Tensor) -> torch.Tensor:
 
 def planned() -> Backend:
     """Lengths, and a plan that the host makes from them into a buffer that the kernel reads."""
-    lens = Table(
-        "kv_lens", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=lambda _, buffer: buffer
-    )
     plan = Table("plan", reads=("batch", "blocks", "lengths"), dtype="int32", shape=("S",), sentinel=0, refresh=split)
-    return Backend("flashinfer", (lens, plan))
+    return Backend("flashinfer", (lengths(), plan))
 
 
 def captured(engine: Engine, length: int = 8) -> Graph:

@@ -9,7 +9,7 @@ import torch
 from specfsm import AddressSpace, Backend, IncompleteBackend, Staged, Table, Unit
 from specfsm.kernels.recipes import GatherTable
 from tests.cases.case import Case
-from tests.cases.engine import Engine
+from tests.cases.engine import Engine, keep
 
 
 def fill(view: Any, host: torch.Tensor) -> torch.Tensor:
@@ -94,9 +94,6 @@ class OneFieldForTwoThings(Case):
     words = ("the attribute page_table carries 2 resources (kv_indices, block_table)",)
 
     def declare(self, of_indices: str, of_table: str) -> Backend:
-        def keep(_: Any, buffer: torch.Tensor) -> torch.Tensor:
-            return buffer
-
         return Backend(
             "paged",
             (

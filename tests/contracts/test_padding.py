@@ -17,7 +17,8 @@ from specfsm.contracts.padding import Padding
 from specfsm.domain import Batch, Domain, RowOrder
 from specfsm.errors import PaddingViolated, UnknownMetadata
 from specfsm.states.phase import Phase
-from tests.toys import BACKENDS, REQUESTS, SIZES, World, manager, snapshot, world
+from tests import toys
+from tests.toys import BACKENDS, REQUESTS, SIZES, World, manager, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DUMMIES = (-1, -2)
@@ -36,12 +37,7 @@ def build(backend: str = "toy", order: RowOrder = RowOrder.BATCH, padding: Any =
 
 def refused(at: World, event: str, batch: Batch) -> PaddingViolated:
     """The refusal of an event, which changes nothing."""
-    at.fsm.explain()  # takes note of what the managers did
-    before = snapshot(at.fsm)
-    with pytest.raises(PaddingViolated) as caught:
-        getattr(at.fsm, event)(batch)
-    assert before.differences(snapshot(at.fsm)) == []
-    return caught.value
+    return toys.refused(at.fsm, PaddingViolated, lambda: getattr(at.fsm, event)(batch))
 
 
 def steal(at: World, domain: Domain, dummy: int, page: int) -> None:

@@ -9,7 +9,8 @@ from specfsm.contracts.window import Window, crowded
 from specfsm.domain import Domain
 from specfsm.errors import WindowOverflow
 from specfsm.states.phase import Phase
-from tests.toys import BATCH, REQUESTS, World, geometry, manager, snapshot, world
+from tests import toys
+from tests.toys import BATCH, REQUESTS, World, geometry, manager, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DRAFT_LEN = 3
@@ -26,12 +27,7 @@ def build(target: int = 40, draft: int = 40, only: int | None = None, **options:
 
 def refused(at: World, event: str) -> WindowOverflow:
     """The refusal of an event, which changes nothing."""
-    at.fsm.explain()  # takes note of what the managers did
-    before = snapshot(at.fsm)
-    with pytest.raises(WindowOverflow) as caught:
-        getattr(at.fsm, event)(BATCH)
-    assert before.differences(snapshot(at.fsm)) == []
-    return caught.value
+    return toys.refused(at.fsm, WindowOverflow, lambda: getattr(at.fsm, event)(BATCH))
 
 
 def test_last_block_may_lack_room_for_the_window() -> None:
