@@ -138,8 +138,6 @@ class Validation:
     def _enqueue(self, event: str, binding: Binding, mask: int) -> None:
         ledger, side = self.fsm.ledger, binding.side
         mask &= ledger.bound[side] & ~ledger.stale[side]
-        if binding is not self.fsm.switch.active:
-            mask &= ~sum(1 << place for place in self.fsm.switch.shared)
         if mask:
             checks = self._checks[side]
             made = checks.run(mask, mask & self.written[side], ledger.stale[side])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import decode, handwritten, host_part, levels, phase_switch, whole_loop
+from specfsm.domain import Batch, Domain
 from tests.decode import conftest as tiny
 
 CPU = torch.device("cpu")
@@ -172,6 +173,20 @@ def test_machine_and_both_switches_by_hand_write_the_same(backend: str, monkeypa
     assert {len(runner.steps) for runner in runners.values()} == {len(runners["machine"].events)}
     assert not told, "the oracle was told of every refresh, and no more"
     assert decode.report(runners, 8).keys() > {"machine", "by hand", "oracle"}
+
+
+def test_by_hand_refreshes_again_what_has_moved_since_it_was_written() -> None:
+    loop = tiny.DecodeLoop(tiny.target(), tiny.draft("early-exit"), tiny.settings())
+    request = loop.submit(tiny.prompt(1, 5), 9)
+    loop.step()
+    switch, batch = decode.ByHand(loop.fsm), Batch([request], [6], [1])
+    for moves in (False, True):
+        switch.announce(batch, Domain.TARGET)
+        switch.publish("kv_lens_cuda", switch.value("kv_lens_cuda", Domain.TARGET).fill_(3), Domain.TARGET)
+        if moves:
+            switch.moved("lengths")
+        switch.target_prepare(batch)
+        assert int(switch.value("kv_lens_cuda", Domain.TARGET)[0]) == (6 if moves else 3)
 
 
 # The check levels.

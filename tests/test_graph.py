@@ -557,3 +557,12 @@ def test_value_that_became_another_kind_of_thing_differs(was: Any, now: Any) -> 
     place, binding = at.fsm.ledger.index["manager_ref"], at.fsm.bindings[TARGET]
     binding.values[place] = now
     assert f"was recorded as {Baked(place, TARGET, bake(was)).what}" in Baked(place, TARGET, bake(was)).differs(binding)
+
+
+def test_same_memory_read_as_another_type_differs() -> None:
+    at = world("toy")
+    place, binding = at.fsm.ledger.index["block_table"], at.fsm.bindings[TARGET]
+    baked = Baked(place, TARGET, bake(binding.values[place]))
+    assert baked.differs(binding) == ""
+    binding.values[place] = binding.values[place].view(torch.float32)
+    assert baked.differs(binding).endswith("another dtype")

@@ -12,7 +12,7 @@ import torch
 
 from specfsm.backends.backend import Backend
 from specfsm.backends.binding import no_collection
-from specfsm.backends.resource import Alias, DomainView, Table
+from specfsm.backends.resource import Alias, DomainView, Staged, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.states.resource import bits
@@ -304,3 +304,36 @@ def test_no_garbage_is_collected_during_a_capture(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_what_a_fill_left_half_written_is_not_patched() -> None:
+    """A patch noted what the buffer holds; then the whole had to be written, and that failed in the middle."""
+    patches: list[Any] = []
+    fails = False
+
+    def patch(view: DomainView, host: torch.Tensor, note: Any) -> Any:
+        patches.append(note)
+        if fails:
+            return None
+        host.zero_()
+        return "noted"
+
+    def fill(view: DomainView, host: torch.Tensor) -> torch.Tensor:
+        host.fill_(7)
+        raise Injected("half way")
+
+    staged = Staged(
+        "staged", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, fill=fill, patch=patch
+    )
+    at = world(Backend("patched", (staged,)))
+    for length in (8, 9, 10, 11):  # both sides of the ring, twice
+        at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * 3))
+    assert patches == [None, None, "noted", "noted"]
+    fails = True
+    for length in (12, 13):
+        with pytest.raises(Injected):
+            at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * 3))
+    fails = False
+    for length in (14, 15):
+        at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * 3))
+    assert patches[-2:] == [None, None]

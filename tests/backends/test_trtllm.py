@@ -258,6 +258,22 @@ def test_staging_the_changed_rows_is_staging_all(moves: list[str]) -> None:
         at.step()
 
 
+def test_table_of_another_generation_is_staged_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager has new storage, and its log of the rows says nothing of that."""
+    monkeypatch.setattr(trtllm, "PATCHED", 0)
+    at = Staging()
+    at.add()
+    for _ in range(2):  # either side of the ring
+        at.step()
+        at.grow()
+    for cache in at.caches:
+        cache.host_block_offsets = cache.host_block_offsets.clone()
+        cache.host_block_offsets[0, 4] = 8  # a row that no request has
+        cache.generation += 1
+    at.fsm.target_prepare(at.batch())
+    assert (at.fsm.value("base_block_offsets", TARGET)[0, 4] == 8).all()
+
+
 @pytest.mark.parametrize(("size", "patched"), [(0, True), (1 << 30, False)])
 def test_a_grown_row_alone_is_staged(size: int, patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others keep what the buffer held: a mark in them survives. A table that is small is copied whole."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
-from specfsm.domain import Geometry, KVManager, RowOrder
+from specfsm.domain import NOBODY, Geometry, KVManager, RowOrder
 from tests.decode.conftest import SECONDARY
 
 GEOMETRY = Geometry(
@@ -157,6 +157,9 @@ class Books(RuleBasedStateMachine):
         unused = [row for row in range(REQUESTS) if row not in rows]
         assert bool((table[unused] == -1).all()), "rows that nobody has are not -1"
         assert self.cache.free_blocks == self.free("pool")
+        owner_of = {slot: request for request, each in zip(order, slots, strict=True) for slot in each}
+        owners = [owner_of.get(slot, NOBODY) for slot in range(GEOMETRY.blocks_in_primary_pool)]
+        assert self.cache.page_owners("kv").tolist() == owners, "a slot's owner is not who has a page there"
 
     def decode(self, row: torch.Tensor, pages: list[tuple[str, float]]) -> list[int]:
         """Slot of each page, as a kernel decodes it; those in the host pool count from -1 downwards."""

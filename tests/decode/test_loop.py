@@ -820,10 +820,20 @@ def test_poison_makes_an_unchecked_miss_loud(backend: str, name: str) -> None:
 
 def test_last_tokens_are_replayed_too() -> None:
     """A draft that nobody needs is cheaper in the graph than an eager forward without it."""
-    loop = DecodeLoop(target(), draft("self"), settings(graphs="whole", max_requests=1, graph_sizes=(1,)))
-    for seed in (1, 2):
-        loop.submit(prompt(seed, 9), 13)
+    loop = DecodeLoop(target(), draft("early-exit"), settings(graphs="whole", max_requests=1, graph_sizes=(1,)))
+    eager = []
+    for seed in (0, 1, 2, 3):
+        loop.submit(prompt(seed, 9), 20)
         before = loop.forwards - loop.replays
-        while loop.waiting or loop.running:
-            loop.step()
-    assert loop.forwards - loop.replays == before + 1, "the prefill"
+        loop.run()
+        eager.append(loop.forwards - loop.replays - before)
+    assert eager[1:] == [1, 1, 1], "the prefill alone; the first request warms up"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_that_were_guessed_are_not_taken_for_the_true_ones(backend: str) -> None:
+    """Nothing is accepted, so the batch of the last forward, which is eager, equals the guess of the step before. The
+    lengths on the device are that step's own."""
+    loop = DecodeLoop(target(), draft("head"), settings(backend, overlap=True, draft_len=1), check="contents")
+    expected = {loop.submit(prompt(seed, 9), 12): reference(prompt(seed, 9), 12) for seed in (4, 5)}
+    assert loop.run() == expected

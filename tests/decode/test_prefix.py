@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from attrs import evolve
 
 from specfsm.decode.cache import PagedKVCache
+from specfsm.decode.loop import DecodeLoop
 from specfsm.decode.prefix import Prefixes
-from specfsm.domain import RowOrder
-from tests.decode.conftest import places
+from specfsm.domain import NOBODY, SHARED, RowOrder
+from tests.decode.conftest import draft, places, prompt, settings, target
 from tests.decode.test_cache import GEOMETRY
 
 TOKENS = list(range(100, 111))
@@ -103,6 +106,48 @@ def test_shared_page_is_copied_before_it_is_written() -> None:
     pages.detach(1, 4)
     pages.detach(2, 4)
     assert pages.blocks_version == version
+
+
+GIVES_UP: dict[str, Callable[[PagedKVCache, int], object]] = {
+    "free": lambda pages, request: pages.free(request),
+    "discard": lambda pages, request: pages.discard(request),
+    "write": lambda pages, request: pages.detach(request, 0),
+    "offload": lambda pages, request: [pages.offload(request, index) for index in range(2)],
+}
+
+
+@pytest.mark.parametrize("order", RowOrder)
+@pytest.mark.parametrize("leaves", [1, 2])
+@pytest.mark.parametrize("how", GIVES_UP)
+def test_shared_page_is_told_as_such_until_one_request_has_it(how: str, leaves: int, order: RowOrder) -> None:
+    pages = cache(order)
+    shared, last = places(pages, 1)[:2], places(pages, 1)[2]
+    pages.adopt(2, TOKENS, 99)
+    owners = pages.page_owners("kv")
+    assert (owners[shared].tolist(), int(owners[last])) == ([SHARED] * 2, 1)
+    GIVES_UP[how](pages, leaves)
+    assert owners[shared].tolist() == [3 - leaves] * 2
+    free = [slot for slot in range(len(owners)) if owners[slot] == NOBODY]
+    assert len(free) == pages.free_blocks
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "head"])
+def test_request_that_begins_again_shares_no_page_that_it_writes(kind: str) -> None:
+    """Its draft's rows are lost, so that one or both of its caches are filled from the first row again."""
+    loop = DecodeLoop(target(), draft(kind), settings(prefix_cache=True), check="contents")
+    tokens = prompt(70, 17)
+    first = loop.submit(tokens, 12)
+    loop.step()
+    second = loop.submit(tokens, 12)
+    loop.step()
+    assert loop.caches[-1].block_ids(first)[0] == loop.caches[-1].block_ids(second)[0], "they share"
+    written = loop.caches if kind == "head" else loop.caches[-1:]  # a head needs the target's states again
+    loop.content.cut(second, 0)
+    for _ in range(2):
+        loop.step()
+    for cache in written:
+        assert cache.block_ids(first)[0] != cache.block_ids(second)[0]
+    assert loop.run().keys() <= {first, second}
 
 
 @pytest.mark.parametrize("mover", [1, 2])

@@ -154,6 +154,22 @@ def test_foreign_page_is_found_in_every_kind_of_table(build: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_page_of_several_requests_is_nobodys_alone(build: Any, engine: str) -> None:
+    """It is foreign to none; where another value is due, no owner is named."""
+    case = refreshed(build(GEOMETRIES["target"], padding="some", seed=5))
+    launch = launches(case, {"slots": "kv"})[engine]
+    requests, owners = owned(case)
+    launch.know(requests, {"kv": torch.full_like(owners, SHARED)})
+    mask, table = launch.refresh.mask_of("slots"), case.tensors["slots"]
+    assert launch.read(launch(mask).cpu()) is None
+    index = next(tuple(each) for each in (table >= 0).nonzero().tolist())
+    table[index] = (int(table[index]) + 1) % len(owners)
+    found = launch.read(launch(mask).cpu())
+    assert found is not None
+    assert (found.failed, found.owner) == ("contents", None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_each_kind_has_its_name(build: Any, engine: str) -> None:
     """Padded row, column behind the length, beyond the pool, another place of the pool."""
     case = refreshed(build(GEOMETRIES["target"], padding="some", seed=5))
