@@ -306,34 +306,38 @@ def test_no_garbage_is_collected_during_a_capture(enabled: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-def test_what_a_fill_left_half_written_is_not_patched() -> None:
-    """A patch noted what the buffer holds; then the whole had to be written, and that failed in the middle."""
-    patches: list[Any] = []
-    fails = False
+@pytest.mark.parametrize("breaks", ["patch", "fill"])
+def test_what_was_left_half_written_is_not_patched(breaks: str) -> None:
+    """A patch noted what the buffer holds; the next one fails in the middle, or the fill that it leaves the work to."""
+    notes: list[Any] = []
+    broken = False
 
     def patch(view: DomainView, host: torch.Tensor, note: Any) -> Any:
-        patches.append(note)
-        if fails:
-            return None
-        host.zero_()
-        return "noted"
+        notes.append(note)
+        if not broken:
+            return "noted"
+        return fill(view, host) if breaks == "patch" else None
 
     def fill(view: DomainView, host: torch.Tensor) -> torch.Tensor:
         host.fill_(7)
         raise Injected("half way")
 
-    staged = Staged(
-        "staged", reads=("batch", "lengths"), dtype="int32", shape=("S",), sentinel=0, fill=fill, patch=patch
-    )
+    reads = ("batch", "lengths")
+    staged = Staged("staged", reads=reads, dtype="int32", shape=("S",), sentinel=0, fill=fill, patch=patch)
     at = world(Backend("patched", (staged,)))
-    for length in (8, 9, 10, 11):  # both sides of the ring, twice
-        at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * 3))
-    assert patches == [None, None, "noted", "noted"]
-    fails = True
-    for length in (12, 13):
+    lengths = iter(range(8, 99))
+
+    def refresh_either_side() -> None:
+        for _ in range(2):
+            at.prepare(attrs.evolve(BATCH, kv_lens=(next(lengths),) * 3))
+
+    refresh_either_side()
+    refresh_either_side()
+    assert notes == [None, None, "noted", "noted"]
+    broken = True
+    for _ in range(2):
         with pytest.raises(Injected):
-            at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * 3))
-    fails = False
-    for length in (14, 15):
-        at.prepare(attrs.evolve(BATCH, kv_lens=(length,) * 3))
-    assert patches[-2:] == [None, None]
+            at.prepare(attrs.evolve(BATCH, kv_lens=(next(lengths),) * 3))
+    broken = False
+    refresh_either_side()
+    assert notes[-2:] == [None, None]
