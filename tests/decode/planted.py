@@ -31,7 +31,7 @@ from specfsm.states.diagram import pipe_table
 from specfsm.verify import Check
 from tests.decode.conftest import draft, move_pages, places, prompt, reference, settings, target
 
-__all__ = ["DOCUMENT", "FAULTS", "PLACES", "Fault", "document", "outcome", "table"]
+__all__ = ["DOCUMENT", "FAULTS", "PLACES", "Fault", "document", "outcome", "refreshing_anothers_row", "table"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "faults.md"
 BEGIN, END = "<!-- planted: python -m tests.decode.planted --write -->\n", "<!-- end of planted -->\n"
@@ -284,7 +284,7 @@ def _apply_last_vote(loop: DecodeLoop) -> None:
 
 
 @contextmanager
-def _refreshing_anothers_row() -> Iterator[None]:
+def refreshing_anothers_row() -> Iterator[None]:
     """A refresh kernel's wrong index: the first row of the batch gets the second one's pages. torch's counters do not
     see what a kernel writes."""
     refresh = Binding.refresh
@@ -354,7 +354,7 @@ FAULTS = (
           around=lambda: _reserve_less("DRAFT")),
     Fault(name="the draft's rows are lost", kind="content", source="SGLang #19897", act=_wipe),
     Fault(name="a refresh writes another request's row", kind="foreign page", source="TensorRT-LLM #16925",
-          level=Check.CONTENTS, around=_refreshing_anothers_row),
+          level=Check.CONTENTS, around=refreshing_anothers_row),
     Fault(name="the manager's table shows another request's page", kind="foreign page", level=Check.CONTENTS,
           around=_handing_out_anothers_page, moves=False),
 )  # fmt: skip
