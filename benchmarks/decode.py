@@ -51,7 +51,7 @@ class ByHand:
 
     def __init__(self, fsm: Orchestrator, told: deque[int] | None = None) -> None:
         self.metadata, self.bindings, self.ledger, self.told = fsm.metadata, fsm.bindings, fsm.ledger, told
-        self.resources = fsm.backend.resources
+        self.refresher, self.resources = fsm.refresher, fsm.backend.resources
         self.place = {resource.name: place for place, resource in enumerate(self.resources)}
         self.everything = sum(1 << place for place, resource in enumerate(self.resources) if not resource.lazy)
         self.written = [0 for _ in Domain]
@@ -105,7 +105,7 @@ class ByHand:
         """Refresh all but what the step itself has just corrected on the device: that may not be overwritten."""
         binding.see(batch)
         stale = self.everything & ~self.written[binding.domain] if self.told is None else self.told.popleft()
-        binding.refresh(stale, self.ledger)
+        self.refresher.refresh((0, stale) if binding.side else (stale, 0), self.ledger)
         self._carry(binding)
         self.written[binding.domain] = 0
 

@@ -45,9 +45,9 @@ class HostWorld(World):
 
     def __init__(self, name: str, batch: int) -> None:
         super().__init__(name, batch, torch.device("cpu"))
-        for binding in (*self.fsm.bindings, *self.stale_fsm.bindings):
-            recorder: Any = EmptyRecorder()
-            binding.recorder = recorder
+        recorder: Any = EmptyRecorder()
+        for fsm in (self.fsm, self.stale_fsm):
+            fsm.refresher.recorder = recorder
         for _ in range(8):  # until it has
             for contender in CONTENDERS:
                 self.ready(contender)()

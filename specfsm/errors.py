@@ -424,20 +424,20 @@ class GraphContractBroken(IllegalTransition):
 class PendingTransfer(IllegalTransition):
     """A staging buffer was written, or its event armed again, while its copy is in flight.
 
-    Raised by code that drives a `StagingBuffer` or a `Flight` itself; the machine's own refreshes wait instead.
+    Raised by code that drives a `StagingBuffer` itself; the machine's own refreshes wait instead.
 
     Attributes:
-        resource: whom the buffer serves.
+        resource: whom the buffer serves: a resource, or all of a backend's.
     """
 
     resource: str = field(default="", kw_only=True)
 
     def reasons(self) -> tuple[str, ...]:
-        if self.event in ("depart", "submit"):
+        if self.event == "submit":
             return (
                 f"the event behind the copy of {self.resource} was armed already, and the copy has not landed",
                 "armed again, or counted on for a later copy, it would tell whoever waits of the wrong one",
-                "to mend: take another flight for what is copied next, or wait for this one",
+                "to mend: send what is copied next from another buffer, or wait for this one",
             )
         return (
             f"the staging buffer of {self.resource} still feeds a copy that has not landed",

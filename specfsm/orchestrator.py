@@ -22,6 +22,7 @@ from attrs import define, evolve
 
 from specfsm.backends.backend import Backend, backend_for, infer_sizes
 from specfsm.backends.binding import Binding
+from specfsm.backends.refresher import Refresher
 from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer, Shared, Table
 from specfsm.backends.script import Script
 from specfsm.backends.staging import Event
@@ -53,7 +54,7 @@ __all__ = ["Contract", "DraftWindow", "Orchestrator"]
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 DRAFT_PHASES = (Phase.DRAFT_FORWARD, Phase.DRAFT_REPLAY)
 # Looking an enum's member up takes 0.2 µs.
-RECORDING, RESTORE = Path.RECORDING, Path.RESTORE
+EAGER, RECORDING, REPLAY, RESTORE = Path.EAGER, Path.RECORDING, Path.REPLAY, Path.RESTORE
 STAMPS, TENSORS, CONTENTS = Check.STAMPS, Check.TENSORS, Check.CONTENTS
 PATHS = {
     "target_prepare": Path.PREPARE,
@@ -98,6 +99,8 @@ class _Row:
     intact: bool
 
 
+_Ahead = tuple[Batch, Graph | None]
+"""What the draft's next phase will run, and the graph that it will be replayed from."""
 _Before = tuple[Saved, Carried]
 """What a transition found, should it have to be undone: the ledger, and what the metadata carried."""
 _Held = tuple[tuple[DomainView, ...], tuple[list[Any], ...], list[int]]
@@ -105,7 +108,7 @@ _Held = tuple[tuple[DomainView, ...], tuple[list[Any], ...], list[int]]
 
 FIRING = 0
 """Whose turn it is while an event is under way: no thread's."""
-NO_WORK: Work = (None, 0, 0)
+NO_WORK: Work = (None, 0, 0, 0)
 
 
 class DraftWindow:
@@ -213,11 +216,12 @@ class Orchestrator:
             each.name for each in resources if isinstance(each, Pointer) and {*each.reads} <= {*self.backend.inputs}
         )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
+        self._own = self.ledger.mask(each.name for each in resources if not each.lazy and not isinstance(each, Shared))
         self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
         self._before: _Before | None = None
         self._held: _Held | None = None
-        self._attempted = 0
+        self._attempted = [0, 0]
         self.recording: Graph | None = None
         self.validation = Validation(self, mode, event) if self.check >= CONTENTS else None
         self.poison = Poison(self) if poison else None
@@ -228,18 +232,19 @@ class Orchestrator:
         _require_manager("target", target)
         _require_manager("draft", draft)
         sizes, device = infer_sizes(self.backend, self.metadata)
-        bindings = [Binding(self.backend, TARGET, self.metadata, target, sizes.axes(target), device, event)]
+        bindings = [Binding(self.backend, TARGET, self.metadata, target, sizes.axes(target), device)]
         if draft is not target:
-            bindings.append(Binding(self.backend, DRAFT, self.metadata, draft, sizes.axes(draft), device, event))
+            bindings.append(Binding(self.backend, DRAFT, self.metadata, draft, sizes.axes(draft), device))
         if not self.guard:
             _require_own_buffers(self.backend, self.metadata, bindings)
+        self.refresher = Refresher(bindings, device, event)
         for binding in bindings:
             self._bind_all(binding)
         return bindings[0], bindings[-1]
 
     def _bind_all(self, binding: Binding) -> None:
         """Everything in this domain is bound, and nothing is known of its contents."""
-        binding.forget()
+        self.refresher.forget()
         for place, resource in enumerate(self.backend.resources):
             if binding.present[place] and not resource.lazy:
                 self.ledger.bind(binding.domain, place)
@@ -266,10 +271,22 @@ class Orchestrator:
         """The cache that the metadata serves now."""
         return self.switch.active.domain
 
-    def target_prepare(self, batch: Batch | None = None) -> None:
-        """Make the metadata the target's, fresh for `batch` (by default the same as last time)."""
+    def target_prepare(
+        self, batch: Batch | None = None, *, draft: Batch | None = None, graph: Graph | None = None
+    ) -> None:
+        """Make the metadata the target's, fresh for `batch` (by default the same as last time).
+
+        Args:
+            draft: what the draft's next phase will run, where that is known by now: what is stale in its cache is
+                refreshed along with the target's, in one submission to the device, and the switch finds it done. What
+                moves in between is refreshed by the switch, as ever.
+            graph: the one from which that phase will be replayed, if it will: what it refreshes itself is left to it.
+        """
+        if graph is not None and draft is None:
+            raise TypeError("target_prepare: graph says how the draft's batch will run, so it needs draft=")
         target = self.switch.target
-        self._fire("target_prepare", target, target.view.batch if batch is None else batch)
+        ahead = None if draft is None else (draft, graph)
+        self._fire("target_prepare", target, target.view.batch if batch is None else batch, None, ahead)
 
     def draft_forward(self, batch: Batch | None = None) -> DraftWindow:
         """Switch to the draft's cache. Use it as a ``with`` block, or call `restore` when the draft is done.
@@ -442,7 +459,7 @@ class Orchestrator:
     def dirty(self, resource: str, domain: Domain | None = None) -> None:
         """Declare an in-place edit: the resource, and what is derived from it, is stale until refreshed."""
         binding, place = self._place(resource, domain)
-        binding.forget()
+        self.refresher.forget()
         self.ledger.move(binding.domain, resource)
         self._note_versions(binding, 1 << place)
         if binding is self.switch.target:
@@ -452,8 +469,8 @@ class Orchestrator:
         """Report that an input moved that the machine cannot see: a backend's own, say. Both domains by default."""
         if source not in self.backend.inputs:
             raise KeyError(f"{self.backend.name} has no input {source!r}; it has {', '.join(self.backend.inputs)}")
+        self.refresher.forget()
         for binding in dict.fromkeys(self.bindings if domain is None else (self.bindings[domain],)):
-            binding.forget()
             self.ledger.move(binding.domain, source)
 
     def invalidate(self, resource: str) -> None:
@@ -488,7 +505,7 @@ class Orchestrator:
         # A shared buffer is one: whichever domain binds it, both hold the new one.
         shared = isinstance(self.backend.resources[place], Shared)
         for each in dict.fromkeys(self.bindings) if shared else (binding,):
-            each.rebind(place, tensor)
+            self.refresher.rebind(each, place, tensor)
             self.ledger.bind(each.domain, place)
             self.switch.carry(each, 1 << place)
             for graph in self.graphs:
@@ -533,7 +550,14 @@ class Orchestrator:
         nested = event == "draft_forward" and state in DRAFT_PHASES
         return (NestedPhase if nested else IllegalTransition)(state, event, legal=legal)
 
-    def _fire(self, event: str, binding: Binding, batch: Batch | None = None, graph: Graph | None = None) -> None:
+    def _fire(
+        self,
+        event: str,
+        binding: Binding,
+        batch: Batch | None = None,
+        graph: Graph | None = None,
+        ahead: _Ahead | None = None,
+    ) -> None:
         """The six steps. What is not needed when nothing moved is behind an ``if``: this runs thrice a decode step."""
         started = perf_counter_ns()
         machine, switch, view, side = self.machine, self.switch, binding.view, binding.side
@@ -552,6 +576,8 @@ class Orchestrator:
                 moved = manager.blocks_version != binding.blocks_version or manager.generation != binding.generation
                 if moved and row.path is not RECORDING:
                     self._pull(binding)
+            if ahead is not None:
+                self._foresee(row, ahead[0])
             if self.contracts[event] or graph is not None or self.check is not STAMPS:
                 self._admit(row, binding, batch, graph)
             if row.before:
@@ -570,9 +596,10 @@ class Orchestrator:
                 else:
                     stale = self.ledger.stale[side]
                     if row.refreshes:
-                        work = steps.idle
-                        if stale & steps.refreshable and not self.guard:
-                            work = self._refresh(row.move, binding, stale & steps.refreshable, steps, graph)
+                        work, due = steps.idle, stale & steps.refreshable
+                        also = 0 if ahead is None else self._due_ahead(*ahead)
+                        if (due or also) and not self.guard:
+                            work = self._refresh(row.move, binding, due, steps, graph, also)
                             stale = self.ledger.stale[side]
                     # 5. Verify.
                     doubts = self._mutated if row.intact else stale & steps.required
@@ -591,7 +618,7 @@ class Orchestrator:
             if self.poison is not None:
                 self.poison.fill(graph)
         except BaseException as error:
-            self._undo(row, binding, error)
+            self._undo(row, error)
             raise
         finally:
             self._thread = caller
@@ -645,14 +672,13 @@ class Orchestrator:
             ledger.assume(domain, ~steps.baked)
             due |= self._lazy
         graph.note(binding, steps, binding.batch)
-        written, _ = binding.refresh((ledger.stale[domain] | due) & (steps.refreshable | steps.recorded), ledger)
-        ledger.unbind(domain, written & self._lazy)
-        self._stamp(binding, written & ~self._lazy)
-        self.switch.carry(binding, written & self._made)
+        mask = (ledger.stale[domain] | due) & (steps.refreshable | steps.recorded)
+        written, _ = self.refresher.refresh((0, mask) if domain else (mask, 0), ledger)
+        self._take(binding, written[domain])
         stale = ledger.stale[domain] & steps.required
         if self.check and (stale or steps.refused):
             raise staleness(self, move, binding, stale, steps.refused)
-        return domain, 0, 0
+        return domain, 0, 0, 0
 
     def _replayed(self, graph: Graph) -> None:
         """What a graph writes is stale for everyone else."""
@@ -662,6 +688,23 @@ class Orchestrator:
         for binding in dict.fromkeys(self.bindings):
             for place in bits(graph.writes[binding.domain]):
                 self.ledger.move(binding.domain, self.ledger.names[place])
+
+    def _foresee(self, row: _Row, batch: Batch) -> None:
+        """Admission of what the draft's next phase will run."""
+        draft = self.switch.draft
+        _require_room(row.event, batch, draft)
+        if row.path is not RECORDING:
+            self._pull(draft)
+
+    def _due_ahead(self, batch: Batch, graph: Graph | None) -> int:
+        """Of the draft's, what is stale for its next phase and may be refreshed before it: its own buffers and values.
+        What both caches share, and what is lazy, waits for the switch."""
+        draft = self.switch.draft
+        if draft is self.switch.target:
+            return 0
+        self._see(draft, batch)
+        mask = self.switch.scripts[EAGER if graph is None else REPLAY][DRAFT].refreshable & self._own
+        return self.ledger.stale[DRAFT] & (mask if graph is None else mask & ~graph.made[DRAFT])
 
     def _see(self, binding: Binding, batch: Batch) -> None:
         """Take `batch` as the domain's, and move the inputs in which it differs from the last one."""
@@ -704,35 +747,50 @@ class Orchestrator:
             self.ledger.move(DRAFT, self.ledger.names[place])
             self._note_versions(self.switch.target, 1 << place)
 
-    def _refresh(self, move: Move, binding: Binding, stale: int, steps: Script, graph: Graph | None) -> Work:
-        """Step 4. Before a replay, values first: one that the graph baked in, and that is another now, refuses it
-        before any buffer is written."""
-        domain, written = binding.domain, 0
+    def _refresh(
+        self, move: Move, binding: Binding, stale: int, steps: Script, graph: Graph | None, ahead: int
+    ) -> Work:
+        """Step 4, and what is due `ahead` in the draft's cache. Before a replay, values first: one that the graph baked
+        in, and that is another now, refuses it before any buffer is written."""
+        side, written = binding.side, 0
         if graph is not None:
-            mine = steps.refreshable & ~graph.made[domain]
+            mine = steps.refreshable & ~graph.made[side]
             if stale & mine & self._pointers:
-                written = self._write(binding, stale & mine & self._pointers)
+                written = self._write(side, stale & mine & self._pointers)[side]
                 if self.check:
                     require_contract(self, move, graph, binding.batch)
-            stale = self.ledger.stale[domain] & mine
-        if stale:
-            written |= self._write(binding, stale)
-        return (domain, written & ~self._lazy, steps.idle[2] & ~written) if written else steps.idle
+            stale = self.ledger.stale[side] & mine
+        also = 0
+        if stale or ahead:
+            more = self._write(side, stale, ahead)
+            written |= more[side]
+            also = more[DRAFT] if ahead else 0
+        if not written and not also:
+            return steps.idle
+        return binding.domain, written & ~self._lazy, steps.idle[2] & ~written, also
 
-    def _write(self, binding: Binding, stale: int) -> int:
-        """Producers before consumers, all tables in one launch; the mask of what was written."""
-        domain, ledger = binding.domain, self.ledger
+    def _write(self, side: int, stale: int, ahead: int = 0) -> list[int]:
+        """Producers before consumers, all tables of a domain in one launch, and what is due ahead in the draft's along
+        with the target's; for each domain the mask of what was written."""
         self._hold()
-        self._attempted |= stale
-        written, declined = binding.refresh(stale, ledger)
-        self.declined[domain] |= declined
-        ledger.unbind(domain, written & self._lazy)
+        masks = (0, stale) if side else (stale, ahead)
+        attempted = self._attempted
+        self._attempted = [attempted[0] | masks[0], attempted[1] | masks[1]]
+        written, declined = self.refresher.refresh(masks, self.ledger)
+        for each, mask in enumerate(written):
+            if mask or declined[each]:
+                self.declined[each] |= declined[each]
+                self._take(self.bindings[each], mask)
+                if self.validation is not None:
+                    self.validation.written[each] |= mask
+        return written
+
+    def _take(self, binding: Binding, written: int) -> None:
+        """These were refreshed: what is lazy is gone until somebody makes it, the rest is stamped and carried."""
+        self.ledger.unbind(binding.domain, written & self._lazy)
         self._stamp(binding, written & ~self._lazy)
-        if self.validation is not None:
-            self.validation.written[domain] |= written
         if written & self._made:
             self.switch.carry(binding, written & self._made)
-        return written
 
     def _verify(self, row: _Row, binding: Binding, steps: Script, entered: bool, graph: Graph | None) -> None:
         """Step 5: every requirement of the row."""
@@ -794,7 +852,7 @@ class Orchestrator:
         """What is there before anything changes. Whoever changes something asks first; only the first looks."""
         before = self._before
         if before is None:
-            self._attempted = 0
+            self._attempted = [0, 0]
             ledger = self.ledger
             self._before = before = (ledger.saved or ledger.save(), self.switch.remember())
         return before
@@ -806,7 +864,7 @@ class Orchestrator:
             target, draft = self.bindings
             self._held = (target.view, draft.view), (target.values[:], draft.values[:]), self.declined[:]
 
-    def _undo(self, row: _Row, binding: Binding, error: BaseException) -> None:
+    def _undo(self, row: _Row, error: BaseException) -> None:
         """Put everything back in reverse; if that fails, FAULTED."""
         self.machine.state = row.source
         if self._before is None:
@@ -815,7 +873,7 @@ class Orchestrator:
             self._put_back(self._before, self._held)
         except BaseException as worse:
             self._fault(row.event, error, worse)
-        self._distrust(binding)
+        self._distrust()
 
     def _put_back(self, before: _Before, held: _Held | None) -> None:
         ledger, carried = before
@@ -828,12 +886,13 @@ class Orchestrator:
         written = self.switch.put_back(carried)
         self._note_versions(self.switch.active, written)
 
-    def _distrust(self, binding: Binding) -> None:
+    def _distrust(self) -> None:
         """Buffers were refreshed in place. One that was fresh before may hold what the undone event derived."""
-        ledger, domain = self.ledger, binding.domain
-        for place in bits(self._attempted & ~ledger.stale[domain]):
-            if isinstance(self.backend.resources[place], Buffer):
-                ledger.move(domain, ledger.names[place])
+        ledger = self.ledger
+        for domain in Domain:
+            for place in bits(self._attempted[domain] & ~ledger.stale[domain]):
+                if isinstance(self.backend.resources[place], Buffer):
+                    ledger.move(domain, ledger.names[place])
 
     def _fault(self, event: str, error: BaseException, worse: BaseException) -> None:
         """The undo failed too. Observers are told; what they raise joins the group."""

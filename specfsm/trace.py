@@ -18,8 +18,9 @@ from specfsm.states.resource import bits
 
 __all__ = ["Summary", "Trace", "Transition", "Work"]
 
-Work = tuple[Domain | None, int, int]
-"""The domain that an event looked at, mask of what it refreshed, mask of what was proven not to need it."""
+Work = tuple[Domain | None, int, int, int]
+"""The domain that an event looked at, mask of what it refreshed, mask of what was proven not to need it, and mask of
+what it refreshed ahead, in the draft's cache."""
 
 
 @frozen
@@ -32,6 +33,7 @@ class Transition:
         domain: whose resources it looked at; None where it refreshes none.
         refreshed: mask of the resources that were stale and were refreshed.
         proven: mask of the resources that were fresh, so that their refresh was proven unnecessary.
+        ahead: mask of the draft's resources that were refreshed along with the target's.
     """
 
     event: str
@@ -41,6 +43,7 @@ class Transition:
     domain: Domain | None = None
     refreshed: int = 0
     proven: int = 0
+    ahead: int = 0
 
 
 @frozen
@@ -62,7 +65,7 @@ class Trace:
         names: the backend's resource names by place; the orchestrator fills them in.
 
     Attributes:
-        append: takes (event, state, start, end, (domain, refreshed, proven)), see `Transition`.
+        append: takes (event, state, start, end, (domain, refreshed, proven, ahead)), see `Transition`.
     """
 
     def __init__(self, capacity: int | None = 4096, names: Sequence[str] = ()) -> None:
@@ -92,7 +95,7 @@ class Trace:
                 event,
                 len(each),
                 sum(one.end_ns - one.start_ns for one in each),
-                sum(one.refreshed.bit_count() for one in each),
+                sum(one.refreshed.bit_count() + one.ahead.bit_count() for one in each),
                 sum(one.proven.bit_count() for one in each),
             )
             for event, each in rows.items()
@@ -109,6 +112,8 @@ class Trace:
             if previous is not None:
                 events.append(_slice(previous.state, 2, previous.end_ns, one.start_ns, {}))
             facts = {"refreshed": self.resources(one.refreshed), "proven unnecessary": self.resources(one.proven)}
+            if one.ahead:
+                facts["refreshed ahead, draft"] = self.resources(one.ahead)
             events.append(_slice(one.event, 1, one.start_ns, one.end_ns, {"domain": str(one.domain), **facts}))
             previous = one
         return {"traceEvents": events, "displayTimeUnit": "ns"}

@@ -46,6 +46,12 @@ def all_stale(domain: Domain) -> Callable[[World], None]:
     return reach
 
 
+def everything_stale(at: World) -> None:
+    prepared(at)
+    for source in at.fsm.backend.inputs:
+        at.fsm.moved(source)
+
+
 def prepared(at: World) -> None:
     at.prepare()
     at.make_plans()
@@ -79,6 +85,12 @@ SCENARIOS = {
     "target_prepare, nothing stale": Scenario(World.round_trip, lambda at: at.fsm.target_prepare(BATCH)),
     "target_prepare, all stale": Scenario(all_stale(TARGET), lambda at: at.fsm.target_prepare(BATCH)),
     "target_prepare, another batch": Scenario(prepared, lambda at: at.fsm.target_prepare(OTHER["batch"]), moves=True),
+    "target_prepare, all stale, the draft's ahead": Scenario(
+        everything_stale, lambda at: at.fsm.target_prepare(BATCH, draft=at.fsm.batch(DRAFT))
+    ),
+    "target_prepare, another batch, the draft's ahead": Scenario(
+        stepped, lambda at: at.fsm.target_prepare(OTHER["batch"], draft=OTHER["layout"]), moves=True
+    ),
     "draft_forward, nothing stale": Scenario(prepared, lambda at: at.fsm.draft_forward(at.fsm.batch(DRAFT))),
     "draft_forward, all stale": Scenario(all_stale(DRAFT), lambda at: at.fsm.draft_forward(at.fsm.batch(DRAFT))),
     "draft_forward, another batch": Scenario(stepped, lambda at: at.fsm.draft_forward(OTHER["layout"]), moves=True),

@@ -213,7 +213,7 @@ class Engine(RuleBasedStateMachine):
             self.join(length)
         self.lens = torch.zeros(ROWS, dtype=torch.int32)
         self.prepared: tuple[Any, ...] = ()
-        self.in_flight: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.in_flight: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.carried = {
             each.name: set(each.domains)
             for each in declared.resources
@@ -221,7 +221,7 @@ class Engine(RuleBasedStateMachine):
         }
         self.former: list[torch.Tensor] = []
         self.graphs: dict[int, Captured] = {}
-        self.rings = [ring for binding in self.fsm.bindings for ring in binding.rings.values()]
+        self.ring = self.fsm.refresher.ring
 
     def event(self) -> Landing:
         return Landing(lambda: self.time)
@@ -527,20 +527,20 @@ class Engine(RuleBasedStateMachine):
     # Copies on their way.
 
     def waiting(self) -> list[StagingBuffer]:
-        return [each for ring in self.rings for each in ring.buffers if not each.poll()]
+        return [each for each in self.ring.buffers if not each.poll()]
 
-    @precondition(lambda self: hasattr(self, "rings"))
+    @precondition(lambda self: hasattr(self, "ring"))
     @invariant()
     def what_a_copy_still_reads_is_not_rewritten(self) -> None:
         """Neither by the machine, nor by whoever asks for the buffer early."""
         for staged in self.waiting():
-            assert staged.flight is not None
-            event: Any = staged.flight.event
-            sent = self.in_flight.setdefault((id(staged), id(event), event.copies), staged.tensor.clone())
+            event: Any = staged.event
+            now = [each.clone() for each in staged.tensors]
+            sent = self.in_flight.setdefault((id(staged), event.copies), now)
             with pytest.raises(PendingTransfer):
                 staged.fill()
             assert staged.machine.state is Transfer.IN_FLIGHT
-            assert torch.equal(sent, staged.tensor)
+            assert all(map(torch.equal, sent, now))
 
 
 @pytest.mark.parametrize("backend", FLAVOURS)

@@ -587,3 +587,9 @@ def refused(fsm: Orchestrator, kind: type[Error], event: Callable[[], object]) -
     assert before.differences(snapshot(fsm)) == []
     assert caught.value.state is fsm.state
     return caught.value
+
+
+def halves(fsm: Orchestrator, name: str, domain: Domain) -> list[torch.Tensor]:
+    """The host half of a staged resource on either side of the ring."""
+    slot = fsm.refresher.slots[domain, fsm.ledger.index[name]]
+    return [buffer.tensors[slot] for buffer in fsm.refresher.ring.buffers]

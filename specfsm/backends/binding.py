@@ -1,24 +1,20 @@
-"""One cache domain of a bound backend: its buffers and values, and how to refresh what is stale in it."""
+"""One cache domain of a bound backend: its buffers and values, and what its refresh is made of."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
 
 from specfsm.backends.backend import Backend, attribute_in, new_buffer, shape_in
-from specfsm.backends.resource import Alias, Buffer, Cache, DomainView, Plan, Pointer, Resource, Shared, Staged, Table
-from specfsm.backends.staging import Event, Flights, StagingBuffer, StagingRing, events
+from specfsm.backends.resource import Alias, Buffer, DomainView, Staged
 from specfsm.domain import Batch, Domain, KVManager
 from specfsm.errors import UnknownMetadata
 from specfsm.kernels.refresh import RefreshLaunch
-from specfsm.states.resource import Ledger, bits
+from specfsm.states.resource import Ledger
 
-__all__ = ["Binding", "no_collection"]
+__all__ = ["Binding"]
 
 
 class Binding:
@@ -31,14 +27,15 @@ class Binding:
         manager: the domain's KV manager.
         axes: extents of the symbolic axes in this domain.
         device: where buffers that the metadata does not carry are made.
-        event: makes staging events; for tests.
 
     Attributes:
         values: by place, what a switch puts on the metadata: buffers, references, views; None where none is made yet.
-        hosts: by place, the host half of a Staged that was filled last.
-        recorder: records the device's part of a refresh; None where nothing is recorded.
+        hosts: by place, the host half that was filled last, of each Staged whose host half the metadata carries.
         side: the domain as an index.
-        turn: which side of the staging rings a refresh fills; the other one's copies may still be pending.
+        staged: places of everything that is staged.
+        tasks: place of each recipe resource → its bit in the launch's mask.
+        before, launched, after: masks of what is refreshed before the launch, in it, and after it.
+        sources: for each resource, mask of the buffers whose contents its refresh may read.
         generation, blocks_version: the manager's, when it was last looked at; -1 before.
 
     Raises:
@@ -53,7 +50,6 @@ class Binding:
         manager: KVManager,
         axes: Mapping[str, int],
         device: torch.device,
-        event: Callable[[], Event] | None = None,
     ) -> None:
         self.backend = backend
         self.domain = domain
@@ -62,12 +58,9 @@ class Binding:
         self.view = DomainView(domain, manager, manager.geometry, None, axes, self._value)
         self.present = [domain in resource.domains for resource in backend.resources]
         self.values: list[Any] = [None] * len(backend.resources)
-        self.rings: dict[int, StagingRing] = {}
         self.hosts: dict[int, torch.Tensor] = {}
         self.generation = self.blocks_version = -1
-        self.turn = 0
         backend.require_manager(domain, manager)
-        self.flights = Flights(event or events(device))
         offenders = self._bind_buffers(metadata, device)
         if offenders:
             raise UnknownMetadata(
@@ -75,13 +68,15 @@ class Binding:
                 tuple(offenders),
                 "let backend.allocate(metadata, target, draft, sizes, device) make them, or correct the engine's",
             )
+        self.staged = tuple(
+            place
+            for place, resource in enumerate(backend.resources)
+            if isinstance(resource, Staged) and self.present[place]
+        )
         self.tasks = self._tasks()
         self.launch = self._new_launch()
         self.before, self.launched, self.after = self._stages()
-        self._sources = self._read_buffers(backend.ledger())
-        self._plans: dict[int, tuple[_Stage, ...]] = {}
-        compiled = self.launch is None or self.launch.engine == "triton"
-        self.recorder = Recorder(device) if device.type == "cuda" and compiled else None
+        self.sources = self._read_buffers(backend.ledger())
 
     @property
     def manager(self) -> KVManager:
@@ -110,9 +105,6 @@ class Binding:
             else:
                 self.values[place] = getattr(metadata, attribute, None)
                 offenders += misfits(resource, attribute, self.values[place], self.view.axes, self.domain)
-            if isinstance(resource, Staged) and not offenders:
-                buffer = self.values[place]
-                self.rings[place] = StagingRing(resource.name, tuple(buffer.shape), buffer.dtype, buffer.device)
         return offenders
 
     def _tasks(self) -> dict[int, int]:
@@ -160,161 +152,6 @@ class Binding:
             for each in resources
         ]
 
-    # The refresh.
-
-    def refresh(self, mask: int, ledger: Ledger) -> tuple[int, int]:
-        """Refresh these resources, producers first, all recipes in one launch.
-
-        Returns:
-            (what was written, what declined). A reader of something that declined is not refreshed at all.
-        """
-        written = declined = 0
-        self.turn = (self.turn + 1) % StagingRing.DEPTH
-        for stage in self._plans.get(mask) or self._plan(mask):
-            more, refused = self._run(stage, ledger, declined)
-            written |= more
-            declined |= refused
-        return written, declined
-
-    def _plan(self, mask: int) -> tuple[_Stage, ...]:
-        """The stages of a refresh of `mask`: a new one begins where the host may read what the device is to write."""
-        stages, stage, pending = [], _Stage(), 0
-        for step in self._steps(mask):
-            if step.on_host and self._sources[step.place] & pending:
-                stages.append(stage)
-                stage, pending = _Stage(), 0
-            stage.add(step)
-            if step.on_device:
-                pending |= step.mask
-        stages.append(stage)
-        for each in stages:
-            each.recordable = all(self._recordable(step) for step in each.devices)
-        plan = self._plans[mask] = tuple(stages)
-        return plan
-
-    def _steps(self, mask: int) -> Iterator[_Step]:
-        """What is done for these resources, in order."""
-        for place in bits(mask & self.before):
-            yield self._step(place)
-        tasks = mask & self.launched
-        if tasks:
-            yield _Step(tasks, next(bits(tasks)), None, None, False, True)
-        for place in bits(mask & self.after):
-            yield self._step(place)
-
-    def _step(self, place: int) -> _Step:
-        resource = self.backend.resources[place]
-        writer = WRITERS[type(resource)]
-        staged = isinstance(resource, Staged)
-        on_device = isinstance(resource, Buffer) and resource.on_device
-        return _Step(1 << place, place, resource, writer, staged or not on_device, staged or on_device)
-
-    def _run(self, stage: _Stage, ledger: Ledger, declined: int) -> tuple[int, int]:
-        """The host's work of a stage, then the device's. What was filled and not sent is free again."""
-        filled: list[tuple[int, StagingBuffer]] = []
-        before, sent = declined, 0
-        written = stage.mask
-        try:
-            for step in stage.hosts:
-                if declined and step.mask & _readers(ledger, declined):
-                    written &= ~step.mask
-                    continue
-                value = step.write(self, step.place, step.resource)
-                if value is None:
-                    declined |= step.mask
-                elif step.on_device:
-                    filled.append((step.place, value))
-            if stage.recordable and not declined and self._replay(stage, filled):
-                sent = len(filled)
-            else:
-                for place, buffer in filled:
-                    self.values[place].copy_(buffer.tensor, non_blocking=True)
-                    sent += 1
-                for step in stage.devices:
-                    skipped = step.mask & _readers(ledger, declined) if declined else 0
-                    written &= ~skipped
-                    if step.mask & ~skipped and self._write(step, skipped) is None:
-                        declined |= step.mask
-        except BaseException:
-            for _, buffer in filled[sent:]:
-                buffer.abandon()
-            self._depart(filled[:sent])
-            raise
-        self._depart(filled)
-        return written & ~declined, declined & ~before
-
-    def _write(self, step: _Step, skipped: int) -> Any:
-        """One step on the device; None says that it declined."""
-        if step.resource is not None:
-            return step.write(self, step.place, step.resource)
-        assert self.launch is not None, "there are tasks only where there are recipes"
-        self.launch(sum(self.tasks[place] for place in bits(step.mask & ~skipped)))
-        return step
-
-    # A stage that comes again and again is recorded once, with its copies, and replayed.
-
-    def _replay(self, stage: _Stage, filled: list[tuple[int, StagingBuffer]]) -> bool:
-        """Replay the recording of this stage and these staging buffers, if there is one by now."""
-        if self.recorder is None or len(filled) + len(stage.devices) < 2 or self.recorder.capturing():
-            return False
-        replay = stage.recordings.get(self.turn)
-        if replay is None:
-            stage.seen += 1
-            if stage.seen <= RECORD_AFTER * StagingRing.DEPTH:
-                return False
-            replay = self._recorded(stage, filled)
-            if replay is None:
-                return False
-            stage.recordings[self.turn] = replay
-        replay()
-        torch.autograd.graph.increment_version(stage.outputs)
-        return True
-
-    def _recorded(self, stage: _Stage, filled: list[tuple[int, StagingBuffer]]) -> Callable[[], None] | None:
-        """A recording of the device's part; None, for good, where something in it cannot be recorded."""
-        assert self.recorder is not None, "only then is anything recorded"
-        copies = [(self.values[place], buffer.tensor) for place, buffer in filled]
-        results: list[Any] = []
-
-        def issue() -> None:
-            for destination, source in copies:
-                destination.copy_(source, non_blocking=True)
-            results.extend(self._write(step, 0) for step in stage.devices)
-
-        try:
-            replay = self.recorder.record(issue)
-        except RuntimeError:  # an operation that no stream may capture
-            stage.recordable = False
-            return None
-        if any(result is None for result in results):
-            stage.recordable = False
-            return None
-        stage.outputs = [self.values[place] for place, _ in filled] + [
-            self.values[place] for step in stage.devices for place in bits(step.mask)
-        ]
-        return replay
-
-    def _recordable(self, step: _Step) -> bool:
-        """Whether a recording stays true: the step reads buffers, as the launch does, which stay where they are."""
-        if step.resource is None:
-            return True
-        by_name = self.backend.by_name
-        return all(read in self.backend.inputs or isinstance(by_name[read], Buffer) for read in step.resource.reads)
-
-    def _depart(self, filled: list[tuple[int, StagingBuffer]]) -> None:
-        """The copies were enqueued: one event behind them guards them all."""
-        if filled:
-            flight = self.flights.take()
-            for place, buffer in filled:
-                buffer.submit(flight)
-                self.hosts[place] = buffer.tensor
-            flight.depart()
-
-    def forget(self) -> None:
-        """Something moved that nobody can see: no staging buffer is patched before it was filled whole."""
-        for ring in self.rings.values():
-            ring.forget()
-
     def rebind(self, place: int, tensor: torch.Tensor) -> None:
         """Take `tensor` as the domain's buffer from now on."""
         resource = self.backend.resources[place]
@@ -329,103 +166,6 @@ class Binding:
         if self.launch is not None and resource.name in self.launch.tensors:
             self.launch.rebind(resource.name, tensor)
         self.values[place] = tensor
-        self._plans.clear()
-
-
-@frozen
-class _Step:
-    """One resource's refresh, or the launch of several.
-
-    Args:
-        mask: what it writes.
-        place: of the resource, or of the launch's first.
-        resource: None for the launch.
-        write: how it is written.
-        on_host: whether the host runs it and may read what it is derived from.
-        on_device: whether the device writes it, when it gets there.
-    """
-
-    mask: int
-    place: int
-    resource: Any
-    write: Any
-    on_host: bool
-    on_device: bool
-
-
-@define(eq=False)
-class _Stage:
-    """Work of the host, then work of the device, none of which the host's part waits for.
-
-    Attributes:
-        hosts: filled, derived, dropped and referred to by the host, in order.
-        devices: written by the device, in order, after what was filled is copied.
-        mask: all that it writes.
-        recordable: whether the device's part may be recorded.
-        recordings: which side of the staging rings is copied → replay of the device's part.
-        seen: how often the stage ran without one.
-        outputs: the tensors that a replay writes.
-    """
-
-    hosts: list[_Step] = field(factory=list)
-    devices: list[_Step] = field(factory=list)
-    mask: int = 0
-    recordable: bool = False
-    recordings: dict[int, Callable[[], None]] = field(factory=dict)
-    seen: int = 0
-    outputs: list[torch.Tensor] = field(factory=list)
-
-    def add(self, step: _Step) -> None:
-        (self.hosts if step.on_host else self.devices).append(step)
-        self.mask |= step.mask
-
-
-RECORD_AFTER = 2
-"""Recording takes a millisecond or two: only what ran so often already is recorded."""
-
-
-class Recorder:
-    """Records device work as a CUDA graph: its few copies and kernels cost the host one launch instead of one each.
-
-    Args:
-        device: a CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pool = torch.cuda.graph_pool_handle()  # graphs of a domain run one after the other: scratch may be shared
-
-    def capturing(self) -> bool:
-        """Whether the engine captures: what is issued then belongs to its graph, which cannot hold a replay."""
-        return torch.cuda.is_current_stream_capturing()
-
-    def record(self, issue: Callable[[], None]) -> Callable[[], None]:
-        """Run `issue` once, executing nothing; what replays it.
-
-        Raises:
-            RuntimeError: it holds an operation that cannot be captured.
-        """
-        graph = torch.cuda.CUDAGraph()
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
-        with no_collection(), torch.cuda.device(self.device), torch.cuda.stream(stream):
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            try:
-                issue()
-            finally:
-                graph.capture_end()
-        return graph.replay
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect no garbage while a CUDA graph is captured: freeing another graph, or pinned memory, would spoil it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int], domain: Domain) -> list[str]:
@@ -445,70 +185,3 @@ def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int
             f"{attribute} [{domain}] was made in inference mode, which has no version counters; make it outside"
         )
     return faults
-
-
-def _readers(ledger: Ledger, mask: int) -> int:
-    """Everything derived from any of these."""
-    readers, first = 0, len(ledger.inputs)
-    for place in bits(mask):
-        readers |= ledger.readers[first + place]
-    return readers
-
-
-# How each kind is written. Each returns what it wrote; None says that it declined.
-
-
-def _write_pointer(binding: Binding, place: int, resource: Pointer) -> Any:
-    value = resource.of(binding.view)
-    if value is not None:
-        binding.values[place] = value
-    return value
-
-
-def _write_alias(binding: Binding, place: int, resource: Alias) -> Any:
-    source = binding.values[binding.backend.resources.index(binding.backend.by_name[resource.of])]
-    value = resource.derive(source, binding.view)
-    if value is not None:
-        binding.values[place] = value
-    return value
-
-
-def _write_buffer(binding: Binding, place: int, resource: Buffer) -> Any:
-    assert resource.refresh is not None, "a buffer without recipe or fill has a refresh: checked at declaration"
-    return resource.refresh(binding.view, binding.values[place])
-
-
-def _fill_staged(binding: Binding, place: int, resource: Staged) -> StagingBuffer | None:
-    """The host half. It is copied with whatever else the same stage fills."""
-    buffer = binding.rings[place].take(binding.turn)
-    host = buffer.fill()
-    try:
-        note, buffer.note = buffer.note, None
-        filled = None
-        if resource.patch is not None:
-            filled = buffer.note = resource.patch(binding.view, host, note)
-        if filled is None:
-            filled = resource.fill(binding.view, host)
-    except BaseException:
-        buffer.abandon()
-        raise
-    if filled is None:
-        buffer.abandon()
-        return None
-    return buffer
-
-
-def _drop_value(binding: Binding, place: int, resource: Resource) -> Any:
-    binding.values[place] = None
-    return resource
-
-
-WRITERS: Mapping[type[Resource], Callable[[Binding, int, Any], Any]] = {
-    Pointer: _write_pointer,
-    Alias: _write_alias,
-    Table: _write_buffer,
-    Staged: _fill_staged,
-    Shared: _write_buffer,
-    Plan: _drop_value,
-    Cache: _drop_value,
-}

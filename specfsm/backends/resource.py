@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, unique
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from specfsm.domain import AddressSpace, Batch, Domain, Geometry, KVManager
 from specfsm.kernels.recipes import Recipe
@@ -74,9 +74,9 @@ def _nothing_bound(name: str) -> Any:
     raise KeyError(f"{name}: this view is of no bound backend")
 
 
-@frozen
+@define
 class DomainView:
-    """One cache domain, as a refresh sees it.
+    """One cache domain, as a refresh sees it. Nothing in it changes: another batch makes another view.
 
     Args:
         value: name of a resource → what it is in this domain: a refresh may use those that the resource reads.

@@ -32,7 +32,8 @@ class Script:
         cleared: mask of `clears`.
         baked: mask of what a recording takes as a Python value, which must be fresh before it.
         refused: mask of what cannot take this path at all.
-        idle: (domain, nothing refreshed, what is proven not to need it), for the trace of an event with nothing stale.
+        idle: (domain, nothing refreshed, what is proven not to need it, nothing ahead), for the trace of an event with
+            nothing stale.
         missing: mask of what does *not* follow the switch because its action was dropped (fault injection).
     """
 
@@ -46,7 +47,7 @@ class Script:
     baked: int
     refused: int
     missing: int
-    idle: tuple[Domain, int, int]
+    idle: tuple[Domain, int, int, int]
 
 
 def script(binding: Binding, path: Path, drop: int) -> Script:
@@ -99,5 +100,5 @@ def script(binding: Binding, path: Path, drop: int) -> Script:
         baked,
         refused,
         missing,
-        idle=(binding.domain, 0, refreshable & ~lazy),
+        idle=(binding.domain, 0, refreshable & ~lazy, 0),
     )

@@ -1,13 +1,13 @@
-"""Host buffers on their way to the device: a ring of two for each resource, each buffer with a transfer machine.
+"""Host buffers on their way to the device: a ring of two, each with a transfer machine and an event of its own.
 
-A source must not be written while its copy is pending (TensorRT-LLM #15546). What a refresh copies leaves together, in
-a *flight* with one event behind it, and lands together. An event that was armed again before its waiter had bound to it
-would tell of the wrong copy (SGLang #31072): so a flight departs again only after all that it carried has landed.
+A source must not be written while its copy is pending (TensorRT-LLM #15546). What a refresh copies lies in one buffer:
+it leaves together, with one event behind it, and lands together. An event that was armed again before its waiter had
+bound to it would tell of the wrong copy (SGLang #31072): so a buffer is submitted again only after all has landed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from specfsm.errors import PendingTransfer
 from specfsm.states.machine import Compiled
 from specfsm.states.transfer import TRANSFER, Transfer
 
-__all__ = ["Event", "Flight", "Flights", "StagingBuffer", "StagingRing"]
+__all__ = ["Event", "StagingBuffer", "StagingRing"]
 
 
 class Event(Protocol):
@@ -59,168 +59,111 @@ class Landed:
     def synchronize(self) -> None: ...
 
 
-class Flight:
-    """The copies of one refresh, guarded by one event.
+class StagingBuffer:
+    """Host memory of what one refresh copies, its transfer machine, and the event behind its copies.
 
     Args:
-        event: armed behind the last copy.
+        name: whom it serves, for errors.
+        tensors: the host halves, by the number that each resource has in the ring; pinned where a device reads them.
+        event: armed behind the last copy. It is this buffer's alone.
 
     Attributes:
-        buffers: the sources of those copies, until they have landed.
-        departed: whether the event is armed behind them.
+        notes: for each tensor what a patch noted of its contents; None where nothing is known of them.
     """
 
-    __slots__ = ("buffers", "departed", "event")
+    __slots__ = ("event", "machine", "name", "notes", "tensors")
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
+        self.name = name
+        self.tensors = tuple(tensors)
+        self.notes: list[Any] = [None] * len(self.tensors)
+        self.machine = Compiled(TRANSFER, subject=f"the staging buffer of {name}")
         self.event = event
-        self.buffers: list[StagingBuffer] = []
-        self.departed = False
 
-    def depart(self) -> None:
-        """Arm the event behind the copies that were enqueued.
+    def fill(self) -> tuple[torch.Tensor, ...]:
+        """Take the buffer to write any of it.
+
+        Raises:
+            PendingTransfer: its copies have not landed.
+        """
+        self._require_landed("fill")
+        self.machine.fire("fill")
+        return self.tensors
+
+    def submit(self) -> None:
+        """Its copies were enqueued: arm the event behind them.
 
         Raises:
             PendingTransfer: it is armed, and what it guards has not landed: it would tell of other copies.
         """
-        self.require_free("depart")
+        self._require_landed("submit")
+        self.machine.fire("submit")
         self.event.record()
-        self.departed = bool(self.buffers)
 
-    def require_free(self, event: str) -> None:
-        """Refuse `event` while the event is armed behind copies that have not landed."""
-        if self.departed:
-            state, first = Transfer.IN_FLIGHT, self.buffers[0]
-            raise PendingTransfer(state, event, legal=TRANSFER.legal(state), resource=first.resource)
+    def abandon(self) -> None:
+        self.machine.fire("abandon")
 
     def poll(self) -> bool:
-        """Whether the copies are done; if so, every buffer has landed."""
-        if not self.event.query():
-            return False
-        for buffer in self.buffers:
-            buffer.machine.fire("land")
-        self.buffers.clear()
-        self.departed = False
-        return True
+        """Note copies that have landed; whether the buffer is free."""
+        machine = self.machine
+        if machine.state is Transfer.IN_FLIGHT and self.event.query():
+            machine.fire("land")
+        return machine.state is Transfer.FREE
 
     def wait(self) -> None:
         """Let the host wait for the copies."""
         self.event.synchronize()
         self.poll()
 
-
-class Flights:
-    """The flights of one domain: as many as are under way at once.
-
-    Args:
-        make: makes an event.
-    """
-
-    def __init__(self, make: Callable[[], Event]) -> None:
-        self.make = make
-        self.all: list[Flight] = []
-
-    def take(self) -> Flight:
-        """One that carries nothing."""
-        for flight in self.all:
-            if not flight.buffers:
-                return flight
-        self.all.append(Flight(self.make()))
-        return self.all[-1]
-
-
-class StagingBuffer:
-    """One host buffer and its transfer machine.
-
-    Args:
-        resource: whom it serves, for errors.
-        tensor: the host memory, pinned where a device reads it.
-
-    Attributes:
-        note: what a patch noted of the contents; None where nothing is known of them.
-    """
-
-    __slots__ = ("flight", "machine", "note", "resource", "tensor")
-
-    def __init__(self, resource: str, tensor: torch.Tensor) -> None:
-        self.resource = resource
-        self.tensor = tensor
-        self.note: Any = None
-        self.machine = Compiled(TRANSFER, subject=f"the staging buffer of {resource}")
-        self.flight: Flight | None = None
-
-    def fill(self) -> torch.Tensor:
-        """Take the buffer to write it.
-
-        Raises:
-            PendingTransfer: its copy has not landed.
-        """
+    def _require_landed(self, event: str) -> None:
         if self.machine.state is Transfer.IN_FLIGHT and not self.poll():
-            raise PendingTransfer(
-                Transfer.IN_FLIGHT, "fill", legal=TRANSFER.legal(Transfer.IN_FLIGHT), resource=self.resource
-            )
-        self.machine.fire("fill")
-        return self.tensor
-
-    def submit(self, flight: Flight) -> None:
-        """Its copy was enqueued: `flight`, which departs next, guards it.
-
-        Raises:
-            PendingTransfer: the flight has departed: its event was armed before this copy.
-        """
-        if flight.departed:
-            flight.require_free("submit")
-        self.machine.fire("submit")
-        self.flight = flight
-        flight.buffers.append(self)
-
-    def abandon(self) -> None:
-        self.machine.fire("abandon")
-
-    def poll(self) -> bool:
-        """Note a copy that has landed; whether the buffer is free."""
-        if self.machine.state is Transfer.IN_FLIGHT:
-            assert self.flight is not None, "what is in flight has a flight"
-            self.flight.poll()
-        return self.machine.state is Transfer.FREE
+            legal = TRANSFER.legal(Transfer.IN_FLIGHT)
+            raise PendingTransfer(Transfer.IN_FLIGHT, event, legal=legal, resource=self.name)
 
 
 class StagingRing:
     """Two staging buffers, so that the host fills one while the device still reads the other.
 
-    Whoever fills says which: all rings of a domain turn together, so that what a refresh copies lies on one side.
+    What a refresh copies lies in one of them, whatever it is, so one event guards it all.
 
     Args:
-        resource: whom it serves, for errors.
-        shape, dtype: of the host half, the same as the device's.
+        name: whom it serves, for errors.
+        like: a device tensor for each host half: its shape and dtype.
         device: where the copies go; pinned memory is used for a CUDA device.
+        event: makes an event.
 
     Attributes:
+        turn: which buffer was taken last.
         waits: how often the host had to wait for a copy.
     """
 
     DEPTH = 2
 
-    def __init__(self, resource: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, like: Sequence[torch.Tensor], device: torch.device, event: Callable[[], Event]
+    ) -> None:
         pinned = device.type == "cuda"
-        self.buffers = [
-            StagingBuffer(resource, torch.zeros(shape, dtype=dtype, pin_memory=pinned)) for _ in range(self.DEPTH)
-        ]
-        self.waits = 0
 
-    def take(self, side: int) -> StagingBuffer:
-        """The buffer of this side, waited for if its copy is still pending."""
-        buffer = self.buffers[side]
+        def halves() -> list[torch.Tensor]:
+            return [torch.zeros(each.shape, dtype=each.dtype, pin_memory=pinned) for each in like]
+
+        self.buffers = [StagingBuffer(name, halves(), event()) for _ in range(self.DEPTH)]
+        self.turn = self.waits = 0
+
+    def take(self) -> StagingBuffer:
+        """The older of the two, to be filled; waited for if its copies are still pending."""
+        self.turn = (self.turn + 1) % self.DEPTH
+        buffer = self.buffers[self.turn]
         if buffer.machine.state is Transfer.IN_FLIGHT and not buffer.poll():
-            assert buffer.flight is not None, "what is in flight has a flight"
             self.waits += 1
-            buffer.flight.wait()
+            buffer.wait()
+        buffer.fill()
         return buffer
 
     def forget(self) -> None:
-        """Whatever the buffers hold, write them whole next time."""
+        """Whatever the buffers hold, write it whole next time."""
         for buffer in self.buffers:
-            buffer.note = None
+            buffer.notes = [None] * len(buffer.notes)
 
 
 def events(device: torch.device) -> Callable[[], Event]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specfsm.backends.binding import no_collection
+from specfsm.backends.refresher import no_collection
 
 __all__ = ["CaptureError", "CudaEngine", "GraphEngine", "RecordedEngine", "engine_for"]
 

@@ -158,6 +158,8 @@ def _details(move: Move) -> Iterator[tuple[str, str]]:
         yield "activates", str(move.activates)
     if move.refreshes:
         yield "refreshes", ", ".join(map(str, move.refreshes))
+    if move.ahead is not None:
+        yield "ahead", str(move.ahead)
     if move.requires:
         yield "requires", ", ".join(requirement.value for requirement in move.requires)
 
@@ -169,7 +171,7 @@ def _quoted(text: str) -> str:
 
 # Markdown.
 
-COLUMNS = ("activates", "refreshes", "requires")
+COLUMNS = ("activates", "refreshes", "ahead", "requires")
 
 
 def markdown(table: Table) -> str:

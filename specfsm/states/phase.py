@@ -1,7 +1,8 @@
 """The phase machine: which cache the metadata serves, and how it may change.
 
 Read a row as: in this state, this event leads there; on the way the metadata is bound to `activates`, whatever is
-stale in `refreshes` is refreshed, and all of `requires` must then hold, or the event is refused and undone.
+stale in `refreshes` is refreshed (and, where the engine says what will run there next, in `ahead`), and all of
+`requires` must then hold, or the event is refused and undone.
 `fault` and `reset` are the machine's own: a failed undo leads to FAULTED, and only `reset` leaves it.
 """
 
@@ -34,6 +35,7 @@ TARGET_PREPARE = Move(
     Phase.TARGET_PREPARE,
     activates=TARGET,
     refreshes=(TARGET,),
+    ahead=DRAFT,
     requires=(FRESH_TARGET,),
     why="a new step: the target's tables follow the new batch before its forward",
 )

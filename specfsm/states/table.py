@@ -59,6 +59,8 @@ class Move:
         why: reason for the arc, for documents and diagrams.
         activates: the domain whose bindings the metadata carries afterwards; None leaves them.
         refreshes: domains in which whatever is stale is refreshed.
+        ahead: a domain in which it is refreshed along, if the engine says what the next phase there will run. The row
+            requires nothing of it: that phase does.
         requires: what must hold before the row may complete.
     """
 
@@ -67,6 +69,7 @@ class Move:
     why: str = field(default="", kw_only=True)
     activates: Domain | None = field(default=None, kw_only=True)
     refreshes: tuple[Domain, ...] = field(default=(), kw_only=True)
+    ahead: Domain | None = field(default=None, kw_only=True)
     requires: tuple[Requirement, ...] = field(default=(), kw_only=True)
 
 

@@ -18,7 +18,7 @@ from specfsm.backends.trtllm import Trtllm
 from specfsm.decode.cache import PagedKVCache, PoolExhausted
 from specfsm.domain import Batch, Domain, Geometry, RowOrder, TrackingKVManager
 from specfsm.orchestrator import Orchestrator
-from tests.toys import BATCH, REQUESTS, world
+from tests.toys import BATCH, REQUESTS, halves, world
 
 UPSTREAM = {
     "kv_cache_manager",
@@ -284,10 +284,8 @@ def test_a_grown_row_alone_is_staged(size: int, patched: bool, monkeypatch: pyte
     for _ in range(2):  # either side of the ring
         at.step()
         at.grow()
-    binding = at.fsm.bindings[DRAFT]
-    ring = binding.rings[at.fsm.ledger.index["base_block_offsets"]]
-    for staged in ring.buffers:
-        staged.tensor[0, 4] = 77  # a row that nobody has
+    for host in halves(at.fsm, "base_block_offsets", DRAFT):
+        host[0, 4] = 77  # a row that nobody has
     at.fsm.target_prepare(at.batch())
     with at.fsm.draft_forward():
         base = at.fsm.value("base_block_offsets", DRAFT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specfsm import PendingTransfer
-from specfsm.backends.staging import Flight, StagingBuffer
+from specfsm.backends.staging import StagingBuffer
 from tests.cases.case import Case
 
 
@@ -24,14 +24,13 @@ class Copy:
 
 
 def staging(resource: str) -> StagingBuffer:
-    return StagingBuffer(resource, torch.zeros(4, dtype=torch.int32))
+    return StagingBuffer(resource, [torch.zeros(4, dtype=torch.int32)], Copy())
 
 
-def send(buffer: StagingBuffer, flight: Flight, value: int) -> None:
+def send(buffer: StagingBuffer, value: int) -> None:
     """Write the host buffer, enqueue its copy, and arm the event behind it."""
-    buffer.fill().fill_(value)
-    buffer.submit(flight)
-    flight.depart()
+    buffer.fill()[0].fill_(value)
+    buffer.submit()
 
 
 class PinnedBufferRewritten(Case):
@@ -43,17 +42,17 @@ class PinnedBufferRewritten(Case):
     words = ("the staging buffer of host_kv_cache_block_offsets still feeds a copy that has not landed", "of the ring")
 
     def faulty(self) -> None:
-        offsets, flight = staging("host_kv_cache_block_offsets"), Flight(Copy())
-        send(offsets, flight, 1)
+        offsets = staging("host_kv_cache_block_offsets")
+        send(offsets, 1)
         with self.refusing():
-            send(offsets, flight, 2)
+            send(offsets, 2)
 
     def corrected(self) -> None:
-        offsets, flight = staging("host_kv_cache_block_offsets"), Flight(Copy())
-        send(offsets, flight, 1)
-        flight.wait()
-        send(offsets, flight, 2)
-        assert offsets.tensor.tolist() == [2] * 4
+        offsets = staging("host_kv_cache_block_offsets")
+        send(offsets, 1)
+        offsets.wait()
+        send(offsets, 2)
+        assert offsets.tensors[0].tolist() == [2] * 4
 
 
 class SecondPlanOverTheFirst(Case):
@@ -66,15 +65,15 @@ class SecondPlanOverTheFirst(Case):
 
     def faulty(self) -> None:
         workspace = staging("plan workspace")
-        send(workspace, Flight(Copy()), 1)
+        send(workspace, 1)
         with self.refusing():
-            send(workspace, Flight(Copy()), 2)
+            send(workspace, 2)
 
     def corrected(self) -> None:
         first, second = staging("plan workspace"), staging("plan workspace")
-        send(first, Flight(Copy()), 1)
-        send(second, Flight(Copy()), 2)
-        assert (first.tensor[0], second.tensor[0]) == (1, 2)
+        send(first, 1)
+        send(second, 2)
+        assert (first.tensors[0][0], second.tensors[0][0]) == (1, 2)
 
 
 class EventArmedAgain(Case):
@@ -83,16 +82,16 @@ class EventArmedAgain(Case):
 
     rule, name, refused = "R7", "SGLang #31072", PendingTransfer
     facts = {"resource": "kv_lens", "event": "submit"}
-    words = ("the event behind the copy of kv_lens was armed already", "take another flight")
+    words = ("the event behind the copy of kv_lens was armed already", "from another buffer")
 
     def faulty(self) -> None:
-        lens, tables, flight = staging("kv_lens"), staging("block_table"), Flight(Copy())
-        send(lens, flight, 1)
+        lens = staging("kv_lens")
+        send(lens, 1)
         with self.refusing():
-            send(tables, flight, 2)
+            lens.submit()
 
     def corrected(self) -> None:
         lens, tables = staging("kv_lens"), staging("block_table")
-        send(lens, Flight(Copy()), 1)
-        send(tables, Flight(Copy()), 2)
+        send(lens, 1)
+        send(tables, 2)
         assert not lens.poll()

@@ -115,9 +115,9 @@ def test_states_show_the_cache_they_serve() -> None:
 def test_markdown_says_what_a_row_does_and_why() -> None:
     """Columns for what the protocol does, where the machine has any; the reason for each arc."""
     lines = markdown(PHASE).splitlines()
-    assert lines[0] == "| event | from | to | activates | refreshes | requires | why |"
+    assert lines[0] == "| event | from | to | activates | refreshes | ahead | requires | why |"
     [replay] = [line for line in lines if line.startswith("| `draft_replay`")]
-    assert "| draft | draft | graph contract, draft fresh |" in replay
+    assert "| draft | draft | – | graph contract, draft fresh |" in replay
     assert markdown(LAMP).splitlines()[0] == "| event | from | to | why |"
     assert all(move.why in markdown(PHASE) for _, move in PHASE.moves())
 

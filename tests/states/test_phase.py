@@ -38,6 +38,14 @@ def test_whatever_is_refreshed_is_required_fresh() -> None:
         assert set(move.refreshes) <= {fresh[each] for each in move.requires if each in fresh}
 
 
+def test_whatever_is_refreshed_ahead_is_required_by_the_phase_that_needs_it() -> None:
+    """The row that refreshes it does not verify it, so every row that activates its domain must."""
+    ahead = {move.ahead for _, move in PHASE.moves()} - {None}
+    assert ahead == {DRAFT}
+    for _, move in PHASE.moves():
+        assert move.activates not in ahead or FRESH_DRAFT in move.requires
+
+
 def test_every_state_but_faulted_can_fault() -> None:
     """A failed undo may happen anywhere, and only `reset` leaves FAULTED."""
     faulting = {state for state, move in PHASE.moves() if move.event == "fault"}
