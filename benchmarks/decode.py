@@ -57,7 +57,7 @@ class ByHand:
         self.written = [0 for _ in Domain]
         self.active = self.bindings[0]
 
-    def target_prepare(self, batch: Batch) -> None:
+    def target_prepare(self, batch: Batch, **_: Any) -> None:
         self._enter(self.bindings[Domain.TARGET], batch)
 
     @contextmanager

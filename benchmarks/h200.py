@@ -189,7 +189,7 @@ def rebound(bench: Bench) -> dict[str, Any]:
 class NoSwitch:
     """Prepares nothing: what is left is the scheduler and the replay. Its tables are right until a page is added."""
 
-    def target_prepare(self, batch: Batch) -> None:
+    def target_prepare(self, batch: Batch, **_: Any) -> None:
         """Nothing."""
 
     def draft_replay(self, graph: Any, batch: Batch) -> AbstractContextManager[None]:

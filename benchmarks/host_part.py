@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from attrs import asdict, frozen
 
-from benchmarks.phase_switch import World, bytecodes, c_calls, no_collector
+from benchmarks.phase_switch import OURS, World, bytecodes, c_calls, contenders, no_collector
 from specfsm.explain import text_table
 
-CONTENDERS = ("all stale", "typical", "nothing stale")
 CASES = (("dsa", 64), ("dsa", 1024), ("flash_mla", 64), ("flash_mla", 1024), ("trtllm", 64), ("trtllm", 1024))
 
 
@@ -46,27 +45,29 @@ class HostWorld(World):
     def __init__(self, name: str, batch: int) -> None:
         super().__init__(name, batch, torch.device("cpu"))
         recorder: Any = EmptyRecorder()
-        for fsm in (self.fsm, self.stale_fsm):
+        for fsm in (self.fsm, self.ahead_fsm, self.stale_fsm):
             fsm.refresher.recorder = recorder
         for _ in range(8):  # until it has
-            for contender in CONTENDERS:
+            for contender in OURS:
                 self.ready(contender)()
 
+    def parts(self, contender: str) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The target's part of the next step of this kind, and the switch."""
+        if contender != "nothing stale":
+            self.advance()
+        made = contenders(self)[contender]
+        return made.ready, made.body
+
     def ready(self, contender: str) -> Callable[[], None]:
-        """The target's part of a step of this kind, done; what is left is the switch."""
-        if contender == "all stale":
-            self.advance()
-            self.prepare_stale()
-            return self.switch_stale
-        if contender == "typical":
-            self.advance()
-        self.prepare()
-        return self.switch
+        """The target's part, done; what is left is the switch."""
+        prepare, switch = self.parts(contender)
+        prepare()
+        return switch
 
 
 @frozen
 class Row:
-    """What the host does in one switch. Time in µs."""
+    """What the host does in one switch, and in one step: the target's part and the switch. Times in µs."""
 
     backend: str
     batch: int
@@ -74,24 +75,43 @@ class Row:
     host: float
     bytecodes: int
     c_calls: int
+    step: float
+    step_bytecodes: int
+    step_c_calls: int
 
 
 def measure(name: str, batch: int, rounds: int) -> list[Row]:
     world, rows = HostWorld(name, batch), []
-    for contender in CONTENDERS:
-        times = []
+    for contender in OURS:
         with no_collector():
-            for _ in range(rounds):
-                body = world.ready(contender)
-                started = time.perf_counter_ns()
-                body()
-                times.append((time.perf_counter_ns() - started) / 1e3)
-            counts = bytecodes(world.ready(contender)), c_calls(world.ready(contender))
-        rows.append(Row(name, batch, contender, statistics.median(times), *counts))
+            switch = measured(lambda contender=contender: world.ready(contender), rounds)  # type: ignore[misc]
+            step = measured(lambda contender=contender: whole(*world.parts(contender)), rounds)  # type: ignore[misc]
+        rows.append(Row(name, batch, contender, *switch, *step))
     return rows
 
 
-HEAD = ("backend", "batch", "contender", "host µs", "bytecodes", "C calls")
+def measured(ready: Callable[[], Callable[[], None]], rounds: int) -> tuple[float, int, int]:
+    """Median of `rounds` calls, each of another one that was made ready; bytecodes and C calls of one."""
+    times = []
+    for _ in range(rounds):
+        body = ready()
+        started = time.perf_counter_ns()
+        body()
+        times.append((time.perf_counter_ns() - started) / 1e3)
+    return statistics.median(times), bytecodes(ready()), c_calls(ready())
+
+
+def whole(*parts: Callable[[], None]) -> Callable[[], None]:
+    """One after the other."""
+
+    def body() -> None:
+        for part in parts:
+            part()
+
+    return body
+
+
+HEAD = ("backend", "batch", "contender", "switch µs", "bytecodes", "C calls", "step µs", "bytecodes", "C calls")
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -105,6 +125,9 @@ def show(rows: Sequence[Row]) -> str:
                 f"{row.host:.1f}",
                 str(row.bytecodes),
                 str(row.c_calls),
+                f"{row.step:.1f}",
+                str(row.step_bytecodes),
+                str(row.step_c_calls),
             )
             for row in rows
         ],

@@ -9,18 +9,21 @@ target's again. All contenders run in one process, in turns, on the same two cac
 request gained TOKENS tokens and so a few rows crossed a page boundary:
 
 - *generation 1*, *generation 2*: `benchmarks.handwritten`; neither skips a refill;
-- *all stale*: `specfsm`, every input of the draft's cache reported as moved, so that every row is staged again;
+- *all stale*: `specfsm`, every input of both caches reported as moved, so that every row is staged again;
 - *typical*: `specfsm`, the step as it is: blocks and lengths moved;
+- *all stale, ahead*, *typical, ahead*: the same, where `target_prepare` is told the draft's batch, and so refreshes
+  both caches' tables in one submission; the switch then finds it done;
 - *nothing stale*: `specfsm`, the same step again;
 - *empty launch*, *empty graph*, *copy*: one kernel that does nothing, a graph that holds it, and one copy to the device
   of the bytes that the step changed (a length of each request, the rows that grew);
 - *batch object*: the `Batch` that describes a step, which an engine builds once for target and draft.
 
-Columns: host time (Python and driver, nothing waited for; the device is idle before it, and the target's part of the
-step was just done in the contender's own way), device time (between two events behind a sleeping kernel, so that the
-host's time is hidden), launches, copies and bytes copied (from torch's profiler; without a GPU, torch operations), and
-what the host executed: Python bytecodes and calls into C, which no noise moves. Times are medians in µs, with
-quartiles. Before anything is timed the draft's tables of the three that refill are compared, bit for bit.
+Columns: the host's time of the switch (Python and driver, nothing waited for; the device is idle before it, and the
+target's part of the step was just done in the contender's own way); the host's time of a step, which is the target's
+part and the switch, one after the other; and of a step its device time (between two events behind a sleeping kernel, so
+that the host's time is hidden), launches, copies and bytes copied (from torch's profiler; without a GPU, torch
+operations), and what the host executed: Python bytecodes and calls into C, which no noise moves. Times are medians in
+µs, with quartiles. Before anything is timed the draft's tables of those that refill are compared, bit for bit.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ BATCHES = (1, 16, 64, 256, 1024)
 WIDTH, PAGE, TOKENS = 64, 64, 3
 POISON = -77777
 SLEEP = 6_000_000  # cycles: 3 ms at 2 GHz, longer than any contender's host time
-REFILLING = ("generation 1", "generation 2", "all stale")
-OURS = ("all stale", "typical", "nothing stale")
+REFILLING = ("generation 1", "generation 2", "all stale", "all stale, ahead")
+OURS = ("all stale", "all stale, ahead", "typical", "typical, ahead", "nothing stale")
 DRAFT = Domain.DRAFT
 
 
@@ -102,8 +105,9 @@ class World:
             "generation 1": Generation1(Metadata(name, target, draft, batch, TOKENS, device)),
             "generation 2": Generation2(Metadata(name, target, draft, batch, TOKENS, device)),
         }
-        # Two machines over the same caches: to report that everything moved has the next refresh stage all rows.
-        self.fsm, self.stale_fsm = self._machine(check), self._machine(check)
+        # Three machines over the same caches: each sees a step once, and to report that everything moved has the next
+        # refresh stage all rows.
+        self.fsm, self.ahead_fsm, self.stale_fsm = (self._machine(check) for _ in range(3))
         self.requests = tuple(range(100, 100 + batch))
         self.tokens = (TOKENS,) * batch
         self.lens = torch.arange(batch) * 37 % (WIDTH * PAGE // 2) + 20
@@ -112,6 +116,8 @@ class World:
             self.advance()
             self.prepare()
             self.switch()
+            self.prepare_ahead()
+            self.switch_ahead()
 
     def _machine(self, check: str) -> Orchestrator:
         backend, holder = named(self.name), Holder()
@@ -145,11 +151,14 @@ class World:
     def prepare(self) -> None:
         self.fsm.target_prepare(self.step.batch)
 
-    def prepare_stale(self) -> None:
-        """Everything is stale in both caches, and refreshed in the target's."""
+    def prepare_ahead(self) -> None:
+        self.ahead_fsm.target_prepare(self.step.batch, draft=self.step.batch)
+
+    def prepare_stale(self, ahead: bool = False) -> None:
+        """Everything is stale in both caches, and refreshed in the target's, or in both."""
         for name in INPUTS:
             self.stale_fsm.moved(name)
-        self.stale_fsm.target_prepare(self.step.batch)
+        self.stale_fsm.target_prepare(self.step.batch, draft=self.step.batch if ahead else None)
 
     def prepare_by_hand(self, generation: str) -> Callable[[], None]:
         switch = self.by_hand[generation]
@@ -159,6 +168,10 @@ class World:
 
     def switch(self) -> None:
         with self.fsm.draft_forward():
+            pass
+
+    def switch_ahead(self) -> None:
+        with self.ahead_fsm.draft_forward():
             pass
 
     def switch_stale(self) -> None:
@@ -188,9 +201,13 @@ class World:
                 layers = self.caches[DRAFT].geometry.num_layers
                 found["sliding_block_tables"] = found["sliding_block_tables"][:layers]
             return found
-        self.prepare_stale()
         fsm = self.stale_fsm
+        ahead = contender.endswith("ahead")
+        if not ahead:
+            self.prepare_stale()
         self._poison((name, fsm.value(name, DRAFT)) for name in TABLES[self.name])
+        if ahead:
+            self.prepare_stale(ahead)
         return self._refreshed(fsm)
 
     def _refreshed(self, fsm: Orchestrator) -> dict[str, Tensor]:
@@ -207,10 +224,12 @@ class World:
     def require_equal(self) -> None:
         found = {name: self.tables(name) for name in REFILLING}
         self.prepare()
+        self.prepare_ahead()
         found["typical"] = self._refreshed(self.fsm)  # not poisoned: it may skip what is fresh
+        found["typical, ahead"] = self._refreshed(self.ahead_fsm)
         for table in TABLES[self.name]:
             ours = found["all stale"][table]
-            for other in (*self.by_hand, "typical"):
+            for other in found:
                 if not torch.equal(ours, found[other][table]):
                     differs = int((ours != found[other][table]).sum())
                     raise SystemExit(f"{self.name}, batch {self.batch}: {table} of {other} differs in {differs}")
@@ -220,10 +239,14 @@ class World:
 
 @frozen
 class Contender:
-    """What is timed, and what makes it ready each time."""
+    """What is timed: the target's part of a step, and the switch."""
 
     ready: Callable[[], None]
     body: Callable[[], None]
+
+    def step(self) -> None:
+        self.ready()
+        self.body()
 
 
 def contenders(world: World) -> dict[str, Contender]:
@@ -236,7 +259,9 @@ def contenders(world: World) -> dict[str, Contender]:
     # The typical step first: it is the first that sees the new lengths and blocks.
     made["typical"] = Contender(world.prepare, world.switch)
     made["nothing stale"] = Contender(world.prepare, world.switch)
+    made["typical, ahead"] = Contender(world.prepare_ahead, world.switch_ahead)
     made["all stale"] = Contender(world.prepare_stale, world.switch_stale)
+    made["all stale, ahead"] = Contender(lambda: world.prepare_stale(ahead=True), world.switch_stale)
     made |= {name: Contender(nothing, body) for name, body in floors(world).items()}
     return made
 
@@ -267,26 +292,30 @@ class Samples:
     """Everything seen of one contender."""
 
     host: list[float] = attrs.field(factory=list)
+    step: list[float] = attrs.field(factory=list)
     device: list[float] = attrs.field(factory=list)
 
 
-def time_host(contender: Contender, device: torch.device) -> float:
-    """Microseconds of the host, the device idle before and never waited for within."""
+def time_switch(contender: Contender, device: torch.device) -> float:
+    """Microseconds of the host in the switch, the device idle before and never waited for within."""
     contender.ready()
+    return time_host(contender.body, device)
+
+
+def time_host(body: Callable[[], None], device: torch.device) -> float:
     wait(device)
     started = time.perf_counter_ns()
-    contender.body()
+    body()
     return (time.perf_counter_ns() - started) / 1e3
 
 
 def time_device(contender: Contender) -> float:
-    """Microseconds between events, all enqueued while the device sleeps."""
-    contender.ready()
+    """Microseconds of a step between events, all enqueued while the device sleeps."""
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(SLEEP)
     start.record()
-    contender.body()
+    contender.step()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
@@ -308,22 +337,22 @@ def no_collector() -> Iterator[None]:
 
 
 def sample(world: World, rounds: int, warm: int) -> dict[str, Samples]:
-    """Host and device times of `rounds` steps, after `warm` that are not kept."""
+    """Host and device times of `rounds` steps of each kind, after `warm` that are not kept."""
     taking, found = contenders(world), {name: Samples() for name in contenders(world)}
+    ways: dict[str, Callable[[Contender], float]] = {
+        "host": lambda each: time_switch(each, world.device),
+        "step": lambda each: time_host(each.step, world.device),
+    }
+    if world.device.type == "cuda":
+        ways["device"] = time_device
     with no_collector():
         for turn in range(-warm, rounds):
-            world.advance()
-            for name, contender in taking.items():
-                elapsed = time_host(contender, world.device)
-                if turn >= 0:
-                    found[name].host.append(elapsed)
-            if world.device.type != "cuda":
-                continue
-            world.advance()
-            for name, contender in taking.items():
-                elapsed = time_device(contender)
-                if turn >= 0:
-                    found[name].device.append(elapsed)
+            for way, timed in ways.items():
+                world.advance()
+                for name, contender in taking.items():
+                    elapsed = timed(contender)
+                    if turn >= 0:
+                        getattr(found[name], way).append(elapsed)
     return found
 
 
@@ -332,7 +361,7 @@ def sample(world: World, rounds: int, warm: int) -> dict[str, Samples]:
 
 @define
 class Counts:
-    """Of one switch. `submissions` are what the host hands the driver; a graph is one and holds several launches."""
+    """Of one step. `submissions` are what the host hands the driver; a graph is one and holds several launches."""
 
     submissions: int = 0
     launches: int = 0
@@ -373,7 +402,6 @@ def count(world: World, name: str, contender: Contender) -> Counts:
         if name == "nothing stale":
             world.prepare()
             world.switch()
-        contender.ready()
         wait(world.device)
 
     fresh()
@@ -381,18 +409,18 @@ def count(world: World, name: str, contender: Contender) -> Counts:
         _count_on_device(contender, counts)
     else:
         with OpCounter(counts):
-            contender.body()
+            contender.step()
     fresh()
-    counts.bytecodes = bytecodes(contender.body)
+    counts.bytecodes = bytecodes(contender.step)
     fresh()
-    counts.c_calls = c_calls(contender.body)
+    counts.c_calls = c_calls(contender.step)
     return counts
 
 
 def _count_on_device(contender: Contender, counts: Counts) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        contender.body()
+        contender.step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -453,23 +481,24 @@ def c_calls(body: Callable[[], None]) -> int:
 # Report.
 
 
+Quartiles = tuple[float, float, float]
+
+
 @define
 class Row:
-    """One contender at one batch. Times in µs: (lower quartile, median, upper quartile)."""
+    """One contender at one batch. Times in µs, (lower quartile, median, upper quartile): the host's in the switch and in a
+    step, the device's in a step."""
 
     backend: str
     batch: int
     contender: str
-    host: tuple[float, float, float]
-    device: tuple[float, float, float] | None
+    host: Quartiles
+    step: Quartiles
+    device: Quartiles | None
     counts: Counts
 
-    @property
-    def host_us(self) -> float:
-        return self.host[1]
 
-
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(samples: Sequence[float]) -> Quartiles:
     if len(samples) < 2:
         return (samples[0],) * 3
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -487,6 +516,7 @@ def measure(name: str, batch: int, device: torch.device, rounds: int, warm: int)
             batch,
             each,
             quartiles(seen.host),
+            quartiles(seen.step),
             quartiles(seen.device) if seen.device else None,
             Counts(),
         )
@@ -502,41 +532,47 @@ def count_all(rows: Sequence[Row], device: torch.device) -> None:
             world.advance()
             world.prepare()
             world.switch()
-            world.prepare_stale()
-            world.switch_stale()
+            world.prepare_ahead()
+            world.switch_ahead()
+            for ahead in (False, True):
+                world.prepare_stale(ahead)
+                world.switch_stale()
         made = contenders(world)
         for row in rows:
             if (row.backend, row.batch) == (name, batch):
                 row.counts = count(world, row.contender, made[row.contender])
 
 
-def ratio(rows: Sequence[Row], row: Row, other: str) -> float | None:
-    """How many times the host time of `other` is that of `row`."""
+def ratio(rows: Sequence[Row], row: Row, other: str, what: str = "host") -> float | None:
+    """How many times the host's time of `other` in the switch, or in a step, is that of `row`."""
     for each in rows:
         if (each.backend, each.batch, each.contender) == (row.backend, row.batch, other):
-            return each.host_us / row.host_us
+            mine, its = getattr(row, what), getattr(each, what)
+            return float(its[1] / mine[1])
     return None
 
 
 HEAD = (
-    "backend", "batch", "contender", "host µs", "quartiles", "gen 1 /", "gen 2 /", "device µs", "submits", "launches",
-    "copies", "bytes", "bytecodes", "C calls",
+    "backend", "batch", "contender", "switch µs", "quartiles", "gen 1 /", "gen 2 /", "step µs", "quartiles", "gen 1 /",
+    "gen 2 /", "device µs", "submits", "launches", "copies", "bytes", "bytecodes", "C calls",
 )  # fmt: skip
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     lines = []
     for row in rows:
-        ratios = [ratio(rows, row, other) for other in ("generation 1", "generation 2")]
         counts = asdict(row.counts).values()
+        times: list[str] = []
+        for what, (low, middle, high) in (("host", row.host), ("step", row.step)):
+            ratios = [ratio(rows, row, other, what) for other in ("generation 1", "generation 2")]
+            times += [f"{middle:.1f}", f"{low:.1f} – {high:.1f}"]
+            times += ["" if each is None else f"{each:.1f}" for each in ratios]
         lines.append(
             (
                 row.backend,
                 str(row.batch),
                 row.contender,
-                f"{row.host[1]:.1f}",
-                f"{row.host[0]:.1f} – {row.host[2]:.1f}",
-                *("" if each is None else f"{each:.1f}" for each in ratios),
+                *times,
                 "" if row.device is None else f"{row.device[1]:.1f}",
                 *(str(each) for each in counts),
             )
@@ -554,29 +590,33 @@ AIMS: tuple[tuple[str, str, str, float], ...] = (
     ("flash_mla", "typical", "generation 1", 8),
     ("flash_mla", "typical", "generation 2", 4),
 )
-"""At batch 64: (backend, contender, against what, how many times less host time)."""
+"""At batch 64: (backend, contender, against what, how many times less host time in the switch)."""
 GROWTH = 1.5
 """Typical step: host time of batch 1024 over that of batch 64, at most."""
+AIM = ("aim", "wanted", "switch", "", "step")
 
 
-def verdicts(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
-    """What was aimed at and what came out, as far as the batches were run."""
+def verdicts(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """What was aimed at and what came out of the switch, as far as the batches were run; beside it the whole step's."""
     by = {(row.backend, row.batch, row.contender): row for row in rows}
     if any(row.device is None for row in rows):
         return []  # the aims are a GPU's
     lines = []
     for backend, contender, other, aim in AIMS:
-        row = by.get((backend, 64, contender))
-        found = ratio(rows, row, other) if row else None
-        if found is not None:
-            what = f"{backend}, batch 64, {contender}, against {other}"
-            lines.append((what, f"≥ {aim:.0f} ×", f"{found:.1f} ×", "met" if found >= aim else "missed"))
-    for backend in BACKENDS:
-        pair = [by.get((backend, batch, "typical")) for batch in (64, 1024)]
-        if pair[0] and pair[1]:
-            growth = pair[1].host_us / pair[0].host_us
+        for way in ("", ", ahead"):
+            row = by.get((backend, 64, contender + way))
+            found = [ratio(rows, row, other, what) if row else None for what in ("host", "step")]
+            if found[0] is not None and found[1] is not None:
+                what = f"{backend}, batch 64, {contender}{way}, against {other}"
+                verdict = "met" if found[0] >= aim else "missed"
+                lines.append((what, f"≥ {aim:.0f} ×", f"{found[0]:.1f} ×", verdict, f"{found[1]:.1f} ×"))
+    for backend, way in ((backend, way) for backend in BACKENDS for way in ("typical", "typical, ahead")):
+        small, large = (by.get((backend, batch, way)) for batch in (64, 1024))
+        if small and large:
+            growth, of_step = large.host[1] / small.host[1], large.step[1] / small.step[1]
             verdict = "met" if growth <= GROWTH else "missed"
-            lines.append((f"{backend}, typical, batch 1024 / 64", f"≤ {GROWTH} ×", f"{growth:.2f} ×", verdict))
+            what = f"{backend}, {way}, batch 1024 / 64"
+            lines.append((what, f"≤ {GROWTH} ×", f"{growth:.2f} ×", verdict, f"{of_step:.2f} ×"))
     return lines
 
 
@@ -603,8 +643,30 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return facts, rows
 
 
+STYLES = {
+    "generation 1": ("#b22222", "-"), "generation 2": ("#e08214", "-"), "all stale": ("#08306b", "-"),
+    "all stale, ahead": ("#08306b", "--"), "typical": ("#2171b5", "-"), "typical, ahead": ("#2171b5", "--"),
+    "nothing stale": ("#6baed6", "-"), "empty launch": ("#888888", ":"), "copy": ("#444444", ":"),
+}  # fmt: skip
+"""Contender → colour and line."""
+
+
+def draw(axis: Any, rows: Sequence[Row], what: str) -> None:
+    """One contender in one panel: medians, and a band between the quartiles."""
+    if not rows:
+        return
+    contender = rows[0].contender
+    colour, line = STYLES[contender]
+    at, times = [row.batch for row in rows], [getattr(row, what) for row in rows]
+    label = f"specfsm, {contender}" if contender in OURS else contender
+    low, middle, high = zip(*times, strict=True)
+    axis.plot(at, middle, line, color=colour, marker=".", label=label)
+    axis.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Host time over batch, a panel for each backend. Without matplotlib it says so and draws nothing."""
+    """The host's time over batch, in the switch above and in a step below, a panel for each backend. Without matplotlib
+    it says so and draws nothing."""
     try:
         import matplotlib
     except ImportError:
@@ -615,30 +677,25 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     backends = list(dict.fromkeys(row.backend for row in rows))
-    figure, axes = pyplot.subplots(1, len(backends), figsize=(3.2 * len(backends), 3.4), sharey=True, squeeze=False)
-    styles = {
-        "generation 1": ("#b22222", "-"), "generation 2": ("#e08214", "-"), "all stale": ("#08306b", "-"),
-        "typical": ("#2171b5", "-"), "nothing stale": ("#6baed6", "-"), "empty launch": ("#888888", ":"),
-        "copy": ("#444444", ":"),
-    }  # fmt: skip
+    size = (3.2 * len(backends), 6.0)
+    figure, axes = pyplot.subplots(2, len(backends), figsize=size, sharey="row", sharex=True, squeeze=False)
+    for line, what in enumerate(("host", "step")):
+        for axis, backend in zip(axes[line], backends, strict=True):
+            for contender in STYLES:
+                draw(axis, [row for row in rows if (row.backend, row.contender) == (backend, contender)], what)
+            batches = sorted({row.batch for row in rows})
+            axis.set(xscale="log", yscale="log")
+            axis.set_xticks(batches, [str(each) for each in batches], minor=False)
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
     for axis, backend in zip(axes[0], backends, strict=True):
-        for contender, (colour, line) in styles.items():
-            seen = [row for row in rows if (row.backend, row.contender) == (backend, contender)]
-            if not seen:
-                continue
-            at = [row.batch for row in seen]
-            label = f"specfsm, {contender}" if contender in OURS else contender
-            axis.plot(at, [row.host[1] for row in seen], line, color=colour, marker=".", label=label)
-            axis.fill_between(
-                at, [row.host[0] for row in seen], [row.host[2] for row in seen], color=colour, alpha=0.2, linewidth=0
-            )
-        axis.set(title=backend, xlabel="batch", xscale="log", yscale="log")
-        axis.set_xticks([row.batch for row in seen], [str(row.batch) for row in seen], minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("host time of a switch and back, µs")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
+        axis.set(title=backend)
+    for axis in axes[1]:
+        axis.set(xlabel="batch")
+    axes[0][0].set_ylabel("host, switch and back, µs")
+    axes[1][0].set_ylabel("host, the target's part too, µs")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
@@ -647,7 +704,7 @@ def show(rows: Sequence[Row]) -> None:
     print(text_table(HEAD, cells(rows)))
     aims = verdicts(rows)
     if aims:
-        print("\n" + text_table(("aim", "wanted", "measured", ""), aims))
+        print("\n" + text_table(AIM, aims))
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

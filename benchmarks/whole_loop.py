@@ -84,7 +84,7 @@ class Generation2:
         ]
         return {"manager": fsm.value("kv_cache_manager", domain), "buffers": buffers, "hosts": hosts}
 
-    def target_prepare(self, batch: Batch) -> None:
+    def target_prepare(self, batch: Batch, **_: Any) -> None:
         self._enter(self.sides[Domain.TARGET], batch)
 
     def draft_replay(self, graph: Any, batch: Batch) -> Window:
@@ -131,9 +131,9 @@ class Clocked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fsm, name)
 
-    def target_prepare(self, batch: Batch) -> None:
+    def target_prepare(self, batch: Batch, **ahead: Any) -> None:
         started = time.perf_counter_ns()
-        self.switch.target_prepare(batch)
+        self.switch.target_prepare(batch, **ahead)
         self.ns += time.perf_counter_ns() - started
 
     def draft_replay(self, graph: Any, batch: Batch) -> Window:

@@ -11,7 +11,7 @@ import torch
 
 from specfsm.backends.backend import Backend
 from specfsm.domain import Batch, Domain, RowOrder, UnifiedCache
-from specfsm.errors import RefreshDeclined, StaleResource
+from specfsm.errors import ContentsViolated, RefreshDeclined, StaleResource
 from tests.backends.test_refresher import Tape
 from tests.toys import BACKENDS, BATCH, OTHER, RESOURCES, World, buffers, refused, snapshot, world
 
@@ -151,6 +151,44 @@ def test_declined_refresh_is_refused_by_the_switch() -> None:
     at.calls.append("they have come")
     with at.fsm.draft_forward(BATCH):
         pass
+
+
+def test_declined_refresh_is_not_replayed_with_the_rest() -> None:
+    """A recording would copy what the buffer held before."""
+    declines = False
+
+    def fill(view: Any, host: torch.Tensor) -> torch.Tensor | None:
+        host.fill_(len(at.calls))
+        return None if declines and view.domain is DRAFT else host
+
+    resources = tuple(attrs.evolve(each, fill=fill) if each.name == "rows" else each for each in RESOURCES[:5])
+    at, tape = world(Backend("toy", resources, {"adapter": "the adapter"}), check="off"), Tape()
+    at.fsm.refresher.recorder = tape  # type: ignore[assignment]  # stands in for it
+    for _ in range(8):
+        step(at, BATCH, BATCH, ahead=True)
+    declines, replayed, held = True, tape.replayed, at.fsm.value("rows", DRAFT).clone()
+    assert replayed
+    at.calls.append("another filling")
+    at.draft.swap()
+    at.target.swap()
+    at.fsm.target_prepare(BATCH, draft=BATCH)
+    assert tape.replayed == replayed
+    assert torch.equal(at.fsm.value("rows", DRAFT), held)
+
+
+def test_contents_of_what_was_refreshed_ahead_are_judged_by_the_switch() -> None:
+    """Level "contents": a fill that was wrong the first time."""
+
+    def fill(view: Any, host: torch.Tensor) -> torch.Tensor:
+        at.calls.append(str(view.domain))
+        return host.fill_(3 if at.calls.count("draft") == 1 and view.domain is DRAFT else 0)
+
+    resources = tuple(attrs.evolve(each, fill=fill) if each.name == "rows" else each for each in RESOURCES[:4])
+    at = world(Backend("toy", resources, {"adapter": "the adapter"}), check="contents")
+    at.fsm.target_prepare(BATCH, draft=BATCH)
+    at.fsm.draft_forward(BATCH)
+    with pytest.raises(ContentsViolated, match=r"rows \[draft\]"):
+        at.fsm.settle()
 
 
 def test_shared_cache_has_nothing_ahead() -> None:

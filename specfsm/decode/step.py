@@ -148,7 +148,7 @@ class Step:
         last = fsm.batch(Domain.DRAFT)
         if draft is not None and last is not None and last.num_contexts:
             self._settle(target, draft)  # a window of one draft step leaves the draft's values at a batch with prompts
-        fsm.target_prepare(target)
+        fsm.target_prepare(target, draft=draft, graph=None if draft is None else self.graph)
         if self.loop.settings.graphs == "draft" and draft is not None:
             self._verify(target)
         with fsm.draft_replay(self.graph, draft or target):

@@ -195,7 +195,9 @@ def test_recording_of_a_buffer_that_is_gone_is_dropped() -> None:
     replayed = tape.replayed
     step(at, 12)
     assert tape.replayed == replayed
-    assert torch.equal(other, at.metadata.host_rows)
+    for length in range(4, 8):  # the same that came before
+        step(at, length)
+        assert torch.equal(other, at.metadata.host_rows)
 
 
 def test_refresh_that_reads_a_view_is_not_recorded() -> None:
