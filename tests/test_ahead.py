@@ -50,7 +50,13 @@ def test_switch_finds_it_done(backend: str, order: RowOrder) -> None:
         at.fsm.target_prepare(batch, draft=draft)
         plain.fsm.target_prepare(batch)
         prepared = list(at.fsm.trace)[-1]
+        [summary] = [each for each in at.fsm.trace.summary() if each.event == "target_prepare"]
         assert names(at, prepared.ahead) >= {each.name for each in at.fsm.backend.resources if "blocks" in each.reads}
+        assert summary.refreshed == sum(
+            (each.refreshed.bit_count() + each.ahead.bit_count())
+            for each in at.fsm.trace
+            if each.event == "target_prepare"
+        )
         with at.fsm.draft_forward(draft), plain.fsm.draft_forward(draft):
             switched = list(at.fsm.trace)[-1]
             assert names(at, switched.refreshed) <= shared(at)

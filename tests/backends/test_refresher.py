@@ -287,3 +287,15 @@ def test_what_was_left_half_written_is_not_patched(breaks: str) -> None:
     broken = False
     refresh_either_side()
     assert notes[-2:] == [None, None]
+
+
+@pytest.mark.parametrize("report", [lambda fsm: fsm.dirty("rows"), lambda fsm: fsm.moved("blocks", DRAFT)])
+def test_what_nobody_saw_is_staged_whole(report: Callable[[Any], None]) -> None:
+    """An edit or a move that the machine is only told of: no side of the ring is patched from what was noted before."""
+    at = world()
+    at.prepare()
+    ring = at.fsm.refresher.ring
+    for each in ring.buffers:
+        each.notes[0] = "noted"
+    report(at.fsm)
+    assert all(note is None for each in ring.buffers for note in each.notes)
