@@ -486,8 +486,9 @@ Quartiles = tuple[float, float, float]
 
 @define
 class Row:
-    """One contender at one batch. Times in µs, as (lower quartile, median, upper quartile): the host's in the switch, and
-    in a step; the device's in a step."""
+    """One contender at one batch. Times in µs, as (quartile, median, quartile): of the host in the switch and in
+    a step, of the device in a step.
+    """
 
     backend: str
     batch: int
