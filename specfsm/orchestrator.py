@@ -216,7 +216,7 @@ class Orchestrator:
             each.name for each in resources if isinstance(each, Pointer) and {*each.reads} <= {*self.backend.inputs}
         )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
-        self._own = self.ledger.mask(each.name for each in resources if not each.lazy and not isinstance(each, Shared))
+        self._own = self.ledger.mask(each.name for each in resources if not isinstance(each, Shared))
         self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
         self._before: _Before | None = None
@@ -698,7 +698,7 @@ class Orchestrator:
 
     def _due_ahead(self, batch: Batch, graph: Graph | None) -> int:
         """Of the draft's, what is stale for its next phase and may be refreshed before it: its own buffers and values.
-        What both caches share, and what is lazy, waits for the switch."""
+        What both caches share waits for the switch."""
         draft = self.switch.draft
         if draft is self.switch.target:
             return 0
@@ -767,7 +767,7 @@ class Orchestrator:
             also = more[DRAFT] if ahead else 0
         if not written and not also:
             return steps.idle
-        return binding.domain, written & ~self._lazy, steps.idle[2] & ~written, also
+        return binding.domain, written & ~self._lazy, steps.idle[2] & ~written, also & ~self._lazy
 
     def _write(self, side: int, stale: int, ahead: int = 0) -> list[int]:
         """Producers before consumers, all tables of a domain in one launch, and what is due ahead in the draft's along
@@ -974,10 +974,11 @@ def _one_buffer(one: Any, other: Any) -> bool:
 
 def _require_geometry(binding: Binding) -> None:
     """Every buffer and recipe was built for one geometry; a cache of another shape needs another orchestrator."""
-    if binding.manager.geometry != binding.view.geometry:
+    now = binding.manager.geometry
+    if now is not binding.view.geometry and now != binding.view.geometry:
         raise UnknownMetadata(
             f"the geometry of the {binding.domain}'s manager changed",
-            (f"bound: {binding.view.geometry}", f"now: {binding.manager.geometry}"),
+            (f"bound: {binding.view.geometry}", f"now: {now}"),
             "allocate buffers for the new geometry and build another Orchestrator over them",
         )
 

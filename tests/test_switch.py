@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specfsm.backends.resource import Buffer, Path, Plan, Pointer, Shared
+from specfsm.backends.resource import Buffer, Path, Pointer, Shared
 from specfsm.domain import Batch, Domain, RowOrder
 from specfsm.kernels.recipes import ExpandRows, GatherTable, SlidingTable, SlotMapping
 from specfsm.orchestrator import Orchestrator
@@ -281,16 +281,23 @@ def test_compiled_reader_and_writer_are_getattr_and_setattr(count: int) -> None:
     names = [f"name_{index}" for index in range(count)]
     held = SimpleNamespace(**{name: index for index, name in enumerate(names)})
     assert reader(names)(held) == tuple(range(count))
-    taken = [(name, f"values[{index}]") for index, name in enumerate(names[::-1])]
-    put = writer([*taken, ("host", "hosts.get(3)"), ("none", "hosts.get(4)"), ("layouts", dict), ("plan", Plan.empty)])
+    halves = (["host", "none"], "(hosts.get(3), hosts.get(4))")
+    put = writer([(names[::-1], "values"), halves, (["layouts"], "(make[0](), )")], [dict])
     put(held, [object() for _ in names], {3: "the host half"})
     first = held.layouts
     values = [object() for _ in names]
     put(held, values, {3: "another"})
     assert [getattr(held, name) for name in names[::-1]] == values
     assert (held.host, held.none) == ("another", None)
-    assert (held.layouts, held.plan) == ({}, None)
+    assert held.layouts == {}
     assert held.layouts is not first
+
+
+def test_compiled_writer_leaves_out_what_goes_nowhere() -> None:
+    held = SimpleNamespace()
+    writer([(["a", None, "c"], "values[::-1]"), ([], "()")])(held, (3, 2, 1), {})
+    assert vars(held) == {"a": 1, "c": 3}
+    writer([])(held, (), {})
 
 
 def test_compiled_writer_sets_from_left_to_right_and_stops_at_an_error() -> None:
@@ -299,6 +306,6 @@ def test_compiled_writer_sets_from_left_to_right_and_stops_at_an_error() -> None
     metadata = Metadata(fuse)
     fuse.arm("set b")
     with pytest.raises(Injected):
-        writer([("a", "values[0]"), ("b", "values[1]"), ("c", "values[2]")])(metadata, (1, 2, 3), {})
+        writer([(["a", "b", "c"], "values")])(metadata, (1, 2, 3), {})
     assert fuse.passed == ["set a", "set b"]
     assert reader(["a"])(metadata) == (1,)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import unique
+from operator import add
 from typing import NamedTuple
 
 from attrs import frozen
@@ -66,12 +67,12 @@ class Publication:
     """What publishing a mask of resources touches.
 
     Args:
-        positions: whose versions move.
+        steps: by how much each version moves: 1 for those of the mask.
         places: whose stamps do.
         readers: mask of what becomes stale by it, if it is bound.
     """
 
-    positions: tuple[int, ...]
+    steps: tuple[int, ...]
     places: tuple[int, ...]
     readers: int
 
@@ -107,6 +108,7 @@ class Ledger:
         self.readers = [self._mask_of_readers(name) for name in self.position]
         self.follow = self._followers(views or {})
         count = len(self.position)
+        self._steps = tuple(tuple(int(at == place) for at in range(count)) for place in range(count))
         self.versions: list[list[int]] = [[0] * count for _ in Domain]
         self.stamps: list[list[list[int] | None]] = [[None] * len(self.names) for _ in Domain]
         self.bound = [0 for _ in Domain]
@@ -146,7 +148,7 @@ class Ledger:
     # The events of the resource table, each over many resources at once.
 
     def bind(self, domain: Domain, place: int) -> None:
-        self._advance(domain, (len(self.inputs) + place,))
+        self._advance(domain, self._steps[len(self.inputs) + place])
         self.stamps[domain] = stamps = self.stamps[domain][:]
         stamps[place] = None
         self.bound[domain] |= 1 << place
@@ -161,7 +163,7 @@ class Ledger:
     def move(self, domain: Domain, source: str) -> None:
         """An input moved (or a resource's contents were edited, which makes the resource itself stale too)."""
         place = self.position[source]
-        self._advance(domain, (place,))
+        self._advance(domain, self._steps[place])
         mask = self.readers[place]
         if place >= len(self.inputs):
             mask |= 1 << (place - len(self.inputs))
@@ -172,18 +174,16 @@ class Ledger:
         if not mask:
             return
         published = self._publications.get(mask) or self._publication(mask)
-        stamp = self._advance(domain, published.positions)
+        stamp = self._advance(domain, published.steps)
         self.stale[domain] = (self.stale[domain] | published.readers & self.bound[domain]) & ~mask
         self.stamps[domain] = stamps = self.stamps[domain][:]
         for place in published.places:
             stamps[place] = stamp
 
-    def _advance(self, domain: Domain, positions: Iterable[int]) -> list[int]:
-        """Move these versions, in a new list."""
+    def _advance(self, domain: Domain, steps: Iterable[int]) -> list[int]:
+        """Move the versions by these steps, in a new list."""
         self.saved = None
-        self.versions[domain] = versions = self.versions[domain][:]
-        for position in positions:
-            versions[position] += 1
+        self.versions[domain] = versions = list(map(add, self.versions[domain], steps))
         return versions
 
     def _publication(self, mask: int) -> Publication:
@@ -192,7 +192,8 @@ class Ledger:
         readers = 0
         for position in positions:
             readers |= self.readers[position]
-        made = self._publications[mask] = Publication(positions, places, readers)
+        steps = tuple(map(sum, zip(*(self._steps[position] for position in positions), strict=True)))
+        made = self._publications[mask] = Publication(steps, places, readers)
         return made
 
     def assume(self, domain: Domain, mask: int) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
-from specfsm.backends.binding import Binding
+from specfsm.backends.refresher import Refresher
 from specfsm.contracts.consensus import Consensus
 from specfsm.contracts.lifetime import Flight
 from specfsm.decode.cache import PagedKVCache
@@ -287,18 +287,19 @@ def _apply_last_vote(loop: DecodeLoop) -> None:
 def refreshing_anothers_row() -> Iterator[None]:
     """A refresh kernel's wrong index: the first row of the batch gets the second one's pages. torch's counters do not
     see what a kernel writes."""
-    refresh = Binding.refresh
+    refresh = Refresher.refresh
 
-    def wrong(binding: Binding, stale: int, ledger: Any, *more: Any) -> Any:
-        written = refresh(binding, stale, ledger, *more)
-        for place, resource in enumerate(binding.backend.resources):
-            if resource.name in TABLES.values() and written[0] >> place & 1:
-                table = binding.values[place].data
-                rows = table[0] if table.dim() > 2 else table
-                rows[0] = rows[1].clone()
-        return written
+    def wrong(refresher: Refresher, *arguments: Any) -> Any:
+        outcome = refresh(refresher, *arguments)
+        for binding, written in zip(refresher.bindings, outcome[0], strict=False):
+            for place, resource in enumerate(binding.backend.resources):
+                if resource.name in TABLES.values() and written >> place & 1:
+                    table = binding.values[place].data
+                    rows = table[0] if table.dim() > 2 else table
+                    rows[0] = rows[1].clone()
+        return outcome
 
-    with patch.object(Binding, "refresh", wrong):
+    with patch.object(Refresher, "refresh", wrong):
         yield
 
 
