@@ -40,7 +40,7 @@ Line = tuple[Sequence[str | None], str]
 
 
 def writer(lines: Sequence[Line], makers: Sequence[Callable[[], Any]] = ()) -> Put:
-    """Compile lines such as ``(o.a, _, o.b, ) = values``, each set from left to right: many times as fast as `setattr` in
+    """Compile lines such as ``(o.a, _, o.b, ) = values``, each set from left to right: much faster than `setattr` in
     a loop.
 
     Args:
