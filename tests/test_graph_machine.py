@@ -311,8 +311,8 @@ class Engine(RuleBasedStateMachine):
 
     # Graphs.
 
-    def prepare_target(self, batch: Batch) -> None:
-        self.fsm.target_prepare(batch)
+    def prepare_target(self, batch: Batch, **ahead: Any) -> None:
+        self.fsm.target_prepare(batch, **ahead)
         self.prepared = self.facts()
 
     def record(self, whole: bool, corrects: bool) -> Captured:
@@ -382,6 +382,7 @@ class Engine(RuleBasedStateMachine):
         prepares=st.sampled_from([True, True, True, False]),
         meanwhile=st.lists(EVENT, max_size=1),
         lands=st.booleans(),
+        foresees=st.sampled_from(["nothing", "an eager draft", "this replay"]),
     )
     def step(
         self,
@@ -392,16 +393,20 @@ class Engine(RuleBasedStateMachine):
         prepares: bool,
         meanwhile: list[Event],
         lands: bool,
+        foresees: str,
     ) -> None:
         """As an engine does it. Something may happen before it, and between the target's phase and the replay; it may
-        run behind the host's back, so that the host's lengths are provisional; its copies may take longer than it."""
+        run behind the host's back, so that the host's lengths are provisional; its copies may take longer than it; the
+        target's phase may be told of the draft's."""
         captured = self.graph(which)
         self.time += lands
         for event in before:
             self.happens(event)
         ahead = TOKENS if behind and captured.corrects else 0
         if prepares:
-            self.prepare_target(self.batch(ahead))
+            draft = None if foresees == "nothing" else self.batch(ahead)
+            graph = captured.graph if foresees == "this replay" else None
+            self.prepare_target(self.batch(ahead), draft=draft, graph=graph)
         for event in meanwhile:
             self.happens(event)
         self.replay(captured, self.batch(ahead), kept)
