@@ -29,6 +29,8 @@ Masks = tuple[int, int]
 
 RECORD_AFTER = 2
 """Recording takes a millisecond or two: only what ran so often already, on either side of the ring, is recorded."""
+MOST_RECORDINGS = 64
+"""What is stale in either cache comes in many combinations: an engine's few steps recur, and memory is not for all."""
 
 
 @frozen
@@ -104,6 +106,7 @@ class Refresher:
         ring: the host halves of everything staged, in both domains.
         slots: (side, place) of what is staged → its number in the ring.
         recorder: records the device's part of a stage; None where nothing is recorded.
+        recordings: how many there are.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Refresher:
         buffers = [binding.values[place] for binding, place in staged]
         self.ring = StagingRing(self.backend.name, buffers, device, event or events(device))
         self._plans: dict[Masks, tuple[_Stage, ...]] = {}
+        self.recordings = 0
         compiled = all(each.launch is None or each.launch.engine == "triton" for each in self.bindings)
         self.recorder = Recorder(device) if device.type == "cuda" and compiled else None
 
@@ -123,6 +127,7 @@ class Refresher:
         """Take `tensor` as the domain's buffer from now on: plans and recordings name the one before."""
         binding.rebind(place, tensor)
         self._plans.clear()
+        self.recordings = 0
 
     def forget(self) -> None:
         """Something moved that nobody can see: no staging buffer is patched before it was filled whole."""
@@ -271,12 +276,13 @@ class Refresher:
         replay = stage.recordings.get(turn)
         if replay is None:
             stage.seen += 1
-            if stage.seen <= RECORD_AFTER * StagingRing.DEPTH:
+            if stage.seen <= RECORD_AFTER * StagingRing.DEPTH or self.recordings >= MOST_RECORDINGS:
                 return False
             replay = self._recorded(stage, filled)
             if replay is None:
                 return False
             stage.recordings[turn] = replay
+            self.recordings += 1
         replay()
         torch.autograd.graph.increment_version(stage.outputs)
         return True

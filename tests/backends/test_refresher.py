@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 
+from specfsm.backends import refresher
 from specfsm.backends.backend import Backend
 from specfsm.backends.refresher import no_collection
 from specfsm.backends.resource import Alias, DomainView, Staged, Table
@@ -175,6 +176,16 @@ def test_nothing_is_replayed_into_the_engines_own_graph() -> None:
     for length in range(4, 14):
         step(at, min(length, 12))
     assert (tape.recorded, tape.replayed) == (0, 0)
+
+
+def test_recordings_are_not_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes again once there are so many is issued as it was before."""
+    monkeypatch.setattr(refresher, "MOST_RECORDINGS", 1)
+    at, tape = taped()
+    for length in range(4, 14):
+        step(at, min(length, 12))
+        assert torch.equal(at.metadata.rows, at.metadata.host_rows)
+    assert (tape.recorded, tape.replayed) == (1, 2)
 
 
 def test_what_cannot_be_captured_is_issued_as_before() -> None:
