@@ -278,8 +278,8 @@ class Orchestrator:
 
         Args:
             draft: what the draft's next phase will run, where that is known by now: what is stale in its cache is
-                refreshed along with the target's, in one submission to the device, and the switch finds it done. What
-                moves in between is refreshed by the switch, as ever.
+                refreshed along with the target's, in one submission to the stream that is current, and the switch finds
+                it done. What moves in between is refreshed by the switch, as ever.
             graph: the one from which that phase will be replayed, if it will: what it refreshes itself is left to it.
         """
         if graph is not None and draft is None:
@@ -685,9 +685,8 @@ class Orchestrator:
         self._remember()
         if graph.state is GraphState.READY:  # an unchecked replay runs whatever there is
             graph.machine.fire("replay")
-        for binding in dict.fromkeys(self.bindings):
-            for place in bits(graph.writes[binding.domain]):
-                self.ledger.move(binding.domain, self.ledger.names[place])
+        for binding in self.refresher.bindings:
+            self.ledger.edit(binding.domain, graph.writes[binding.domain])
 
     def _foresee(self, row: _Row, batch: Batch) -> None:
         """Admission of what the draft's next phase will run."""

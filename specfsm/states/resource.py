@@ -64,12 +64,12 @@ class Saved(NamedTuple):
 
 @frozen
 class Publication:
-    """What publishing a mask of resources touches.
+    """What publishing or editing a mask of resources touches.
 
     Args:
         steps: by how much each version moves: 1 for those of the mask.
         places: whose stamps do.
-        readers: mask of what becomes stale by it, if it is bound.
+        readers: mask of what is derived from them.
     """
 
     steps: tuple[int, ...]
@@ -161,13 +161,20 @@ class Ledger:
             self.stale[domain] &= ~mask
 
     def move(self, domain: Domain, source: str) -> None:
-        """An input moved (or a resource's contents were edited, which makes the resource itself stale too)."""
+        """An input moved, or a resource was edited."""
         place = self.position[source]
-        self._advance(domain, self._steps[place])
-        mask = self.readers[place]
         if place >= len(self.inputs):
-            mask |= 1 << (place - len(self.inputs))
-        self.stale[domain] |= mask
+            self.edit(domain, 1 << (place - len(self.inputs)))
+            return
+        self._advance(domain, self._steps[place])
+        self.stale[domain] |= self.readers[place]
+
+    def edit(self, domain: Domain, mask: int) -> None:
+        """The contents of these were edited: they, and whatever is derived from them, are stale."""
+        if mask:
+            edited = self._publications.get(mask) or self._publication(mask)
+            self._advance(domain, edited.steps)
+            self.stale[domain] |= edited.readers | mask
 
     def publish(self, domain: Domain, mask: int) -> None:
         """These were refreshed, all from the inputs as they are now. Their other readers, if bound, become stale."""

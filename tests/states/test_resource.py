@@ -155,6 +155,21 @@ def test_refreshing_a_producer_makes_its_readers_stale() -> None:
     assert [name for name in READS if book.state(TARGET, name) is Freshness.STALE] == ["table", "mapping"]
 
 
+def test_editing_several_is_editing_each() -> None:
+    """They are stale, their readers too, and the version of each has moved once."""
+    books = ledger(), ledger()
+    for book in books:
+        for place in range(len(READS)):
+            book.bind(TARGET, place)
+        book.publish(TARGET, book.mask(READS))
+    together, apart = books
+    together.edit(TARGET, together.mask(["base", "mapping"]))
+    for name in ("base", "mapping"):
+        apart.move(TARGET, name)
+    assert [name for name in READS if together.state(TARGET, name) is Freshness.STALE] == ["base", "table", "mapping"]
+    assert together.save() == apart.save()
+
+
 def test_refreshing_a_producer_leaves_alone_what_is_not_bound() -> None:
     """A plan that was dropped in the same transition as its producer was refreshed is not stale: there is none."""
     book = ledger()
