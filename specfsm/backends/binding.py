@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from specfsm.kernels.refresh import RefreshLaunch
 from specfsm.states.resource import Ledger, bits
 
 __all__ = ["Binding", "no_collection"]
+
+EPOCHS = count(1)
+"""One count for all bindings, so that none takes another's epoch for its own."""
 
 
 class Binding:
@@ -40,6 +44,7 @@ class Binding:
         side: the domain as an index.
         turn: which side of the staging rings a refresh fills; the other one's copies may still be pending.
         generation, blocks_version: the manager's, when it was last looked at; -1 before.
+        epoch: moves with whatever may have moved a buffer or replaced a pointer, and never returns to what it was.
 
     Raises:
         UnknownMetadata: an attribute is missing, or a buffer has not the declared dtype or shape.
@@ -65,6 +70,7 @@ class Binding:
         self.rings: dict[int, StagingRing] = {}
         self.hosts: dict[int, torch.Tensor] = {}
         self.generation = self.blocks_version = -1
+        self.epoch = next(EPOCHS)
         self.turn = 0
         backend.require_manager(domain, manager)
         self.flights = Flights(event or events(device))
@@ -310,8 +316,23 @@ class Binding:
                 self.hosts[place] = buffer.tensor
             flight.depart()
 
+    def keep(self, place: int, value: Any) -> None:
+        """Take `value`, of a kind that a graph bakes in, as the domain's."""
+        if value is not self.values[place]:
+            self.values[place], self.epoch = value, next(EPOCHS)
+
+    def doubt(self) -> None:
+        """A buffer was written by others, who may have moved it in place."""
+        self.epoch = next(EPOCHS)
+
+    def put_back(self, view: DomainView, values: list[Any]) -> None:
+        """What an undone transition found."""
+        self.view, self.values[:] = view, values
+        self.doubt()
+
     def forget(self) -> None:
         """Something moved that nobody can see: no staging buffer is patched before it was filled whole."""
+        self.doubt()
         for ring in self.rings.values():
             ring.forget()
 
@@ -328,7 +349,7 @@ class Binding:
             raise ValueError("; ".join(offenders))
         if self.launch is not None and resource.name in self.launch.tensors:
             self.launch.rebind(resource.name, tensor)
-        self.values[place] = tensor
+        self.keep(place, tensor)
         self._plans.clear()
 
 
@@ -461,7 +482,7 @@ def _readers(ledger: Ledger, mask: int) -> int:
 def _write_pointer(binding: Binding, place: int, resource: Pointer) -> Any:
     value = resource.of(binding.view)
     if value is not None:
-        binding.values[place] = value
+        binding.keep(place, value)
     return value
 
 

@@ -163,6 +163,42 @@ def test_copies_before_a_failing_launch_are_still_guarded() -> None:
     at.prepare()
 
 
+def test_epoch_moves_when_a_pointer_is_replaced_and_never_returns() -> None:
+    """Not by a refresh that finds the same value, nor by tables that are written; by an undo too, to a new one."""
+    at = world("trtllm")
+    binding = at.fsm.bindings[TARGET]
+    epochs = [binding.epoch]
+    at.prepare()
+    epochs.append(binding.epoch)
+    at.target.swap()
+    at.prepare(attrs.evolve(BATCH, kv_lens=(9, 8, 8)))
+    assert binding.epoch == epochs[-1]
+    values = [*binding.values]
+    at.target.pool_pointers, at.target.generation = (0x9000,), 7
+    at.fuse.arm("launch")
+    with pytest.raises(Injected):
+        at.prepare()
+    at.fuse.disarm()
+    assert all(now is was for now, was in zip(binding.values, values, strict=True))
+    epochs.append(binding.epoch)
+    at.prepare()
+    epochs.append(binding.epoch)
+    assert epochs == sorted({*epochs})
+
+
+def test_no_two_bindings_share_an_epoch() -> None:
+    """Nor does what an undo puts back have the one of what it undid."""
+    target, draft = world("trtllm").fsm.bindings
+    other = world("trtllm").fsm.bindings[TARGET]
+    epochs = [target.epoch, draft.epoch, other.epoch]
+    view, values = target.view, [*target.values]
+    target.keep(target.places["tokens_per_block"], 8)
+    epochs.append(target.epoch)
+    target.put_back(view, values)
+    assert target.values == values
+    assert len({*epochs, target.epoch}) == 5
+
+
 def test_bound_buffer_is_copied_to_from_then_on() -> None:
     """The plan of a refresh names no buffer that is gone."""
     at = world()
