@@ -109,6 +109,7 @@ class Graph:
         batches: for each domain, the batch that its phases were recorded with.
         baked: the contract, once it is READY.
         paired: whether it was recorded for the same requests in both caches.
+        longest: for each domain, the longest KV length that the graph and the tables have room for.
         proven: for each domain that it reads, the binding's epoch when all of `baked` was last found as it was.
         why: why it is INVALID.
     """
@@ -126,7 +127,7 @@ class Graph:
         self.reads, self.made, self.writes = [0, 0], [0, 0], [0, 0]
         self.batches: list[Batch | None] = [None, None]
         self.baked: tuple[Baked, ...] = ()
-        self.paired = False
+        self.paired, self.longest = False, [0, 0]
         self.proven: tuple[int, int] | None = None
         self.why = ""
 
@@ -163,6 +164,9 @@ class Graph:
             self.baked = tuple(self._bake(bindings))
             target, draft = self.batches
             self.paired = target is not None and draft is not None and target.request_ids == draft.request_ids
+            for binding in bindings:
+                width = binding.view.geometry.max_tokens_per_seq
+                self.longest[binding.domain] = width if self.max_len is None else min(self.max_len, width)
             self.machine.fire("seal")
 
     def abandon(self) -> None:
@@ -193,13 +197,12 @@ class Graph:
         """Whether integers prove that a replay is within the contract: no buffer was bound and no pointer replaced
         since all of it was last compared, and the batches are within the bounds. Not seen: a tensor that was moved in
         place (``set_``, ``resize_``) and not reported."""
-        return (
-            self.proven is not None
-            and self.proven == self._epochs(bindings)
-            and self.machine.state is READY
-            and all(self._within(binding, each) for binding, each in self._asked(bindings, batch))
-            and self._same_requests(bindings, batch)
-        )
+        if self.proven != self._epochs(bindings) or self.machine.state is not READY:
+            return False
+        for binding, each in self._asked(bindings, batch):
+            if not self._within(binding, each):
+                return False
+        return self._same_requests(bindings, batch)
 
     def breaches(self, bindings: tuple[Binding, Binding], batch: Batch) -> Iterator[str]:
         """Everything that forbids a replay now, one line each; freshness is not among them."""
@@ -239,13 +242,8 @@ class Graph:
             recorded.rows == batch.rows
             and recorded.num_contexts == batch.num_contexts
             and (tokens is batch.tokens or tokens[: len(batch)] == batch.tokens)
-            and max(batch.kv_lens, default=0) <= min(self._limits(binding))
+            and max(batch.kv_lens, default=0) <= self.longest[binding.domain]
         )
-
-    def _limits(self, binding: Binding) -> tuple[int, int]:
-        """(the longest KV length that it was recorded for, how many tokens wide the domain's tables are)."""
-        width = binding.view.geometry.max_tokens_per_seq
-        return width if self.max_len is None else self.max_len, width
 
     def _bounds(self, binding: Binding, batch: Batch) -> Iterator[str]:
         """What of `batch` is not within the bounds of the domain."""
@@ -259,7 +257,8 @@ class Graph:
                 yield f"was recorded for {was} {what}, but the batch has {now}: pad it to the recorded size"
         if recorded.rows == batch.rows and recorded.tokens[: len(batch)] != batch.tokens:
             yield f"was recorded for {recorded.tokens} tokens a request, but the batch has {batch.tokens}"
-        limit, width = self._limits(binding)
+        width = binding.view.geometry.max_tokens_per_seq
+        limit = width if self.max_len is None else self.max_len
         for request, length in zip(batch.request_ids, batch.kv_lens, strict=True):
             if length > limit:
                 yield f"was recorded for KV lengths up to {limit}, but request {request} has {length}"
