@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from specfsm.backends.resource import Buffer
 from specfsm.domain import NOBODY, SHARED, Batch, Domain, Geometry, KVManager, OwningKVManager
 from specfsm.errors import PaddingViolated, UnknownMetadata
@@ -80,7 +82,7 @@ class Padding:
         mine = self.reserved | batch.dummies
         reached = [(row, page) for row, held in pages.items() for page in held]
         for own in owners.values():
-            holders = own[[page for _, page in reached]].tolist()
+            holders = torch.as_tensor(own)[[page for _, page in reached]].tolist()
             for (row, page), holder in zip(reached, holders, strict=True):
                 if holder not in mine:
                     yield row, batch.request_ids[row], page, _somebody(holder)
