@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum, IntEnum, unique
+from operator import le
 from typing import Any, Protocol, runtime_checkable
 
 from attrs import evolve, field, frozen
@@ -296,18 +297,23 @@ class Batch:
     packed: dict[Any, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        sizes = {"request_ids": len(self.request_ids), "kv_lens": len(self.kv_lens), "tokens": len(self.tokens)}
-        if len(set(sizes.values())) > 1:
+        rows = len(self.request_ids)
+        if not rows == len(self.kv_lens) == len(self.tokens):
+            sizes = {"request_ids": rows, "kv_lens": len(self.kv_lens), "tokens": len(self.tokens)}
             raise ValueError(f"a batch has one entry a request in each field, got {sizes}")
-        if self.num_contexts > len(self.request_ids):
-            raise ValueError(f"{self.num_contexts} contexts in a batch of {len(self.request_ids)} requests")
-        if len(set(self.request_ids)) < len(self.request_ids):
+        if self.num_contexts > rows:
+            raise ValueError(f"{self.num_contexts} contexts in a batch of {rows} requests")
+        if len(set(self.request_ids)) < rows:
             raise ValueError(f"a request stands twice in the batch: {self.request_ids}")
+        if min(self.tokens, default=1) < 1 or not all(map(le, self.tokens, self.kv_lens)):
+            self._name_impossible()
+        if self.padded or self.dummies:
+            self._check_padding()
+
+    def _name_impossible(self) -> None:
         for request, kv_len, tokens in zip(self.request_ids, self.kv_lens, self.tokens, strict=True):
             if not 0 < tokens <= kv_len:
                 raise ValueError(f"request {request} has {tokens} tokens in this phase, but a KV length of {kv_len}")
-        if self.padded or self.dummies:
-            self._check_padding()
 
     def _check_padding(self) -> None:
         if self.padded and self.padded < len(self.request_ids):

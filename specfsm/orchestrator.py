@@ -440,8 +440,12 @@ class Orchestrator:
         if isinstance(kind, Buffer):
             _require_bound(resource, binding, place, value)
             self._note_overwrite(binding, place)
+            binding.doubt()
         else:
-            binding.values[place] = value
+            if isinstance(kind, Pointer):
+                binding.keep(place, value)
+            else:
+                binding.values[place] = value
             self.switch.carry(binding, 1 << place)
         if kind.lazy:
             self.ledger.bind(binding.domain, place)
@@ -879,7 +883,7 @@ class Orchestrator:
         if held is not None:
             views, values, declined = held
             for binding, view, own in zip(self.bindings, views, values, strict=True):
-                binding.view, binding.values[:] = view, own
+                binding.put_back(view, own)
             self.declined[:] = declined
         self.ledger.load(ledger)
         written = self.switch.put_back(carried)

@@ -33,6 +33,7 @@ def test_domains() -> None:
 
 BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "uneven fields": ({"kv_lens": (1, 2)}, "one entry a request in each field"),
+    "fewer tokens": ({"tokens": (1, 1)}, "one entry a request in each field"),
     "a request twice": ({"request_ids": (1, 2, 1)}, "a request stands twice in the batch"),
     "no tokens": ({"tokens": (1, 0, 1)}, "request 2 has 0 tokens in this phase, but a KV length of 3"),
     "more tokens than cache": ({"tokens": (1, 1, 4)}, "request 3 has 4 tokens"),

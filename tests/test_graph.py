@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specfsm.backends.backend import Backend
 from specfsm.backends.resource import Shared, Staged, Table
@@ -18,7 +20,7 @@ from specfsm.graph import Baked, Graph, bake
 from specfsm.states.graph import Graph as GraphState
 from specfsm.states.phase import Phase
 from specfsm.states.resource import Freshness
-from tests.toys import BACKENDS, REQUESTS, RESOURCES, World, snapshot, world
+from tests.toys import BACKENDS, REQUESTS, RESOURCES, Injected, World, snapshot, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -259,21 +261,6 @@ BREACHES: dict[str, tuple[Callable[[World], Any], Batch, str]] = {
         STEADY,
         r"is INVALID, not READY: kv_lens_cuda \[draft\] was bound to another buffer$",
     ),
-    "address": (
-        lambda at: block_table(at).set_(block_table(at).clone()),
-        STEADY,
-        r"kv_cache_block_offsets \[draft\] was recorded as int32 .*: another address$",
-    ),
-    "shape": (
-        lambda at: block_table(at).resize_(1, 5, 2, 4).as_strided_((1, 5, 2, 4), (50, 10, 5, 1)),
-        STEADY,
-        r"kv_cache_block_offsets \[draft\] was recorded as int32 .*: another shape$",
-    ),
-    "stride": (
-        lambda at: block_table(at).as_strided_((1, 5, 2, 5), (50, 10, 1, 2)),
-        STEADY,
-        r"kv_cache_block_offsets \[draft\] was recorded as int32 .*: another stride$",
-    ),
     "dtype": (
         lambda at: move_the_cache(at, host_block_offsets=widen(at.draft.host_block_offsets)),
         STEADY,
@@ -322,12 +309,22 @@ BREACHES: dict[str, tuple[Callable[[World], Any], Batch, str]] = {
 }
 
 
+def proven(at: World, recorded: Callable[..., Graph] = record, **options: Any) -> Graph:
+    """Replayed once, so that its contract was found to hold; the target's phase is prepared again."""
+    graph = recorded(at, **options)
+    with at.fsm.draft_replay(graph, STEADY):
+        pass
+    at.prepare(STEADY)
+    return graph
+
+
+@pytest.mark.parametrize("check", ["stamps", "tensors"])
 @pytest.mark.parametrize("breach", BREACHES)
-def test_replay_on_other_terms_is_refused(breach: str) -> None:
+def test_replay_on_other_terms_is_refused(breach: str, check: str) -> None:
     """The graph runs the addresses and shapes of its recording, whatever the metadata says by then."""
     change, batch, line = BREACHES[breach]
-    at = ready("trtllm")
-    graph = record(at, max_len=8)
+    at = ready("trtllm", check=check)
+    graph = proven(at, max_len=8)
     change(at)
     at.fsm.explain()  # looks at the managers
     was = snapshot(at.fsm)
@@ -340,6 +337,173 @@ def test_replay_on_other_terms_is_refused(breach: str) -> None:
     elsewhere |= {"kv_lens_cuda"} if breach == "a buffer bound elsewhere" else set()
     assert {*caught.value.resources} == {(name, DRAFT) for name in elsewhere}
     assert was.differences(snapshot(at.fsm)) == []
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "address": lambda table: table.set_(table.clone()),
+    "shape": lambda table: table.resize_(1, 5, 2, 4).as_strided_((1, 5, 2, 4), (50, 10, 5, 1)),
+    "stride": lambda table: table.as_strided_((1, 5, 2, 5), (50, 10, 1, 2)),
+}
+REPORTED: dict[str, tuple[str, Callable[[World], Any]]] = {
+    "not reported": ("tensors", lambda at: None),
+    "an edit": ("stamps", lambda at: at.fsm.dirty("kv_cache_block_offsets", DRAFT)),
+    "a write": ("stamps", lambda at: at.fsm.publish("kv_cache_block_offsets", block_table(at), DRAFT)),
+}
+
+
+@pytest.mark.parametrize("how", REPORTED)
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_replay_over_a_tensor_that_was_moved_in_place_is_refused(what: str, how: str) -> None:
+    """The bound tensor is the same object, elsewhere: compared where anything of it was reported, and always from level
+    "tensors" on."""
+    check, report = REPORTED[how]
+    at = ready("trtllm", check=check)
+    graph = proven(at)
+    IN_PLACE[what](block_table(at))
+    report(at)
+    line = rf"kv_cache_block_offsets \[draft\] was recorded as int32 .*: another {what}"
+    for _ in range(2):
+        with pytest.raises(GraphContractBroken, match=line) as caught:
+            at.fsm.draft_replay(graph, STEADY)
+        assert caught.value.resources == (("kv_cache_block_offsets", DRAFT),)
+
+
+def test_tensor_moved_in_place_that_nobody_reports_is_not_seen_by_integers() -> None:
+    """What level "stamps" cannot find: it looks at no tensor of a contract that it found to hold."""
+    at = ready("trtllm")
+    graph = proven(at)
+    IN_PLACE["address"](block_table(at))
+    with at.fsm.draft_replay(graph, STEADY):
+        pass
+    assert [line.partition(" [")[0] for line in graph.breaches(at.fsm.bindings, STEADY)] == ["kv_cache_block_offsets"]
+
+
+def eager(at: World) -> None:
+    """The draft's phase without the graph: what moved is refreshed there."""
+    with at.fsm.draft_forward(STEADY):
+        pass
+    at.prepare(STEADY)
+
+
+def undone(at: World) -> None:
+    """The target's pointers were refreshed, and the event was refused for what came after."""
+    at.target.pool_pointers, at.target.generation = (0x9000,), 7
+    at.prepare(STEADY)
+    at.target.pool_pointers, at.target.generation = (0x1000,), 8
+    at.fuse.arm("fill kv_lens_cuda")
+    with pytest.raises(Injected):
+        at.prepare(attrs.evolve(STEADY, kv_lens=(9, 8, 8)))
+    at.fuse.disarm()
+    at.target.pool_pointers, at.target.generation = (0x9000,), 9
+    at.prepare(STEADY)
+
+
+def storage_moves(manager: Any) -> None:
+    manager.pool_pointers, manager.generation = (0x9000,), manager.generation + 1
+
+
+MOVES: dict[str, tuple[Callable[[World], Any], str]] = {
+    "bound": (lambda at: at.fsm.bind("kv_lens_cuda", torch.zeros(5, dtype=torch.int32), DRAFT), "is INVALID"),
+    "the target's bound": (
+        lambda at: at.fsm.bind("kv_lens_cuda", torch.zeros(5, dtype=torch.int32), TARGET), "is INVALID"
+    ),
+    "published": (lambda at: at.fsm.publish("tokens_per_block", 8, DRAFT), r"tokens_per_block \[draft\]"),
+    "the target's published": (
+        lambda at: at.fsm.publish("tokens_per_block", 8, TARGET), r"tokens_per_block \[target\]"
+    ),
+    "refreshed by the replay": (lambda at: storage_moves(at.draft), r"pool_pointers \[draft\]"),
+    "refreshed by an eager phase": (lambda at: (storage_moves(at.draft), eager(at)), r"pool_pointers \[draft\]"),
+    "the target's refreshed": (
+        lambda at: (storage_moves(at.target), at.prepare(STEADY)), r"pool_pointers \[target\]"
+    ),
+    "the target's refreshed, and undone once": (undone, r"pool_pointers \[target\]"),
+}  # fmt: skip
+"""Every way in which a buffer or a pointer comes to be another, as the machine is told of it."""
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_whatever_moves_after_a_replay_refuses_the_next(move: str) -> None:
+    """At level "stamps" a contract that was found to hold is not compared again, until anything of it was replaced."""
+    change, line = MOVES[move]
+    at = ready("trtllm")
+    graph = proven(at, record_both)
+    with at.fsm.draft_replay(graph, STEADY):
+        pass
+    at.prepare(STEADY)
+    change(at)
+    for _ in range(2):
+        with pytest.raises(GraphContractBroken, match=line):
+            at.fsm.draft_replay(graph, STEADY)
+
+
+def test_contract_that_holds_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At level "stamps": a replay reads integers, whatever is refreshed before it, until something was replaced."""
+    at, compared = ready("trtllm"), []
+    graph = proven(at, record_both)
+    differs = Baked.differs
+    monkeypatch.setattr(Baked, "differs", lambda *each: compared.append(each) or differs(*each))
+    for length in (8, 9, 10):
+        batch = attrs.evolve(STEADY, kv_lens=(length,) * 3)
+        at.draft.swap()
+        at.prepare(batch)
+        with at.fsm.draft_replay(graph, batch):
+            pass
+    assert compared == []
+    at.prepare(STEADY)
+    at.fsm.publish("tokens_per_block", 4, TARGET)
+    at.fsm.publish("tokens_per_block", at.fsm.value("tokens_per_block", DRAFT), DRAFT)
+    with at.fsm.draft_replay(graph, STEADY):
+        pass
+    assert compared == [], "the same value again"
+    at.prepare(STEADY)
+    storage = at.draft.pool_pointers
+    at.draft.pool_pointers, at.draft.generation = (*storage,), 7
+    with at.fsm.draft_replay(graph, STEADY):
+        pass
+    assert len(compared) == len(graph.baked), "another object, of equal value"
+
+
+def test_graph_of_another_machine_is_refused() -> None:
+    """What was found to hold there says nothing here."""
+    one, other = ready("trtllm"), ready("trtllm")
+    graph = proven(one)
+    proven(other)
+    with pytest.raises(GraphContractBroken, match=r"kv_lens_cuda \[draft\] was recorded as .*: another address"):
+        other.fsm.draft_replay(graph, STEADY)
+
+
+ROWS = st.integers(1, 4)
+SMALL = st.builds(
+    lambda rows, lens, tokens, contexts, padded: Batch(
+        range(rows), lens[:rows], tokens[:rows], num_contexts=min(rows, contexts), padded=padded and rows + padded
+    ),
+    ROWS,
+    st.lists(st.integers(2, 12), min_size=4, max_size=4),
+    st.lists(st.integers(1, 2), min_size=4, max_size=4),
+    st.integers(0, 1),
+    st.integers(0, 1),
+)
+
+
+@given(recorded=SMALL, target=SMALL, draft=SMALL, alike=st.booleans(), max_len=st.sampled_from([None, 6, 1000]))
+@settings(max_examples=200, deadline=None)
+def test_what_is_within_the_bounds_breaks_none_of_them(
+    recorded: Batch, target: Batch, draft: Batch, alike: bool, max_len: int | None
+) -> None:
+    """The quick answer, and the one that names what is broken, are one."""
+    fsm = world("trtllm").fsm
+    graph = Graph("bounds", max_len=max_len)
+    graph.record()
+    graph.batches = [recorded, recorded]
+    graph.seal(fsm.bindings)
+    if alike:
+        target, draft = recorded, attrs.evolve(recorded, kv_lens=[length + 1 for length in recorded.kv_lens])
+    fsm.bindings[TARGET].see(target)
+    broken = [*graph._bounds(fsm.bindings[TARGET], target), *graph._bounds(fsm.bindings[DRAFT], draft)]
+    lines = list(graph.breaches(fsm.bindings, draft))
+    assert [line for line in lines if "the same requests" not in line] == broken
+    assert (len(lines) > len(broken)) is (target.request_ids != draft.request_ids)
+    assert graph.holds(fsm.bindings, draft) is (not lines)
 
 
 @pytest.mark.parametrize("max_len", [None, 1000])
@@ -359,7 +523,8 @@ def test_no_replay_is_longer_than_its_tables_are_wide(max_len: int | None) -> No
     ("make", "line"),
     [
         (lambda at: Graph("none"), "is EMPTY, not READY"),
-        (lambda at: released(record(at)), "is EMPTY, not READY"),
+        (lambda at: released(proven(at)), "is EMPTY, not READY"),
+        (lambda at: invalid(proven(at)), "is INVALID, not READY: the engine says so"),
     ],
 )
 def test_graph_that_is_not_ready_is_refused(make: Callable[[World], Graph], line: str) -> None:
@@ -370,6 +535,11 @@ def test_graph_that_is_not_ready_is_refused(make: Callable[[World], Graph], line
 
 def released(graph: Graph) -> Graph:
     graph.release()
+    return graph
+
+
+def invalid(graph: Graph) -> Graph:
+    graph.invalidate("the engine says so")
     return graph
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from operator import is_
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specfsm.backends.backend import Sizes
-from specfsm.backends.resource import Buffer, Table
+from specfsm.backends.resource import Buffer, Pointer, Table
 from specfsm.backends.staging import StagingBuffer
 from specfsm.decode.attention import FLAVOURS
 from specfsm.decode.cache import PagedKVCache
@@ -222,6 +223,7 @@ class Engine(RuleBasedStateMachine):
         self.former: list[torch.Tensor] = []
         self.graphs: dict[int, Captured] = {}
         self.ring = self.fsm.refresher.ring
+        self.epochs: dict[int, list[Any]] = {}
 
     def event(self) -> Landing:
         return Landing(lambda: self.time)
@@ -546,6 +548,16 @@ class Engine(RuleBasedStateMachine):
                 staged.fill()
             assert staged.machine.state is Transfer.IN_FLIGHT
             assert all(map(torch.equal, sent, now))
+
+    @precondition(lambda self: hasattr(self, "ring"))
+    @invariant()
+    def an_epoch_has_one_set_of_values(self) -> None:
+        """What a graph bakes in, by identity: a contract that was found to hold holds until the next epoch."""
+        resources = self.fsm.backend.resources
+        for binding in self.fsm.bindings:
+            values = zip(resources, binding.values, strict=True)
+            held = [value for resource, value in values if isinstance(resource, Buffer | Pointer)]
+            assert all(map(is_, held, self.epochs.setdefault(binding.epoch, held)))
 
 
 @pytest.mark.parametrize("backend", FLAVOURS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from specfsm.kernels.refresh import RefreshLaunch
 from specfsm.states.resource import Ledger
 
 __all__ = ["Binding"]
+
+EPOCHS = count(1)
+"""One count for all bindings, so that none takes another's epoch for its own."""
 
 
 class Binding:
@@ -37,6 +41,7 @@ class Binding:
         before, launched, after: masks of what is refreshed before the launch, in it, and after it.
         sources: for each resource, mask of the buffers whose contents its refresh may read.
         generation, blocks_version: the manager's, when it was last looked at; -1 before.
+        epoch: moves with whatever may have moved a buffer or replaced a pointer, and never returns to what it was.
 
     Raises:
         UnknownMetadata: an attribute is missing, or a buffer has not the declared dtype or shape.
@@ -60,6 +65,7 @@ class Binding:
         self.values: list[Any] = [None] * len(backend.resources)
         self.hosts: dict[int, torch.Tensor] = {}
         self.generation = self.blocks_version = -1
+        self.epoch = next(EPOCHS)
         backend.require_manager(domain, manager)
         offenders = self._bind_buffers(metadata, device)
         if offenders:
@@ -152,6 +158,20 @@ class Binding:
             for each in resources
         ]
 
+    def keep(self, place: int, value: Any) -> None:
+        """Take `value`, of a kind that a graph bakes in, as the domain's."""
+        if value is not self.values[place]:
+            self.values[place], self.epoch = value, next(EPOCHS)
+
+    def doubt(self) -> None:
+        """A buffer was written by others, who may have moved it in place."""
+        self.epoch = next(EPOCHS)
+
+    def put_back(self, view: DomainView, values: list[Any]) -> None:
+        """What an undone transition found."""
+        self.view, self.values[:] = view, values
+        self.doubt()
+
     def rebind(self, place: int, tensor: torch.Tensor) -> None:
         """Take `tensor` as the domain's buffer from now on."""
         resource = self.backend.resources[place]
@@ -165,7 +185,7 @@ class Binding:
             raise ValueError("; ".join(offenders))
         if self.launch is not None and resource.name in self.launch.tensors:
             self.launch.rebind(resource.name, tensor)
-        self.values[place] = tensor
+        self.keep(place, tensor)
 
 
 def misfits(resource: Buffer, attribute: str, value: Any, axes: Mapping[str, int], domain: Domain) -> list[str]:

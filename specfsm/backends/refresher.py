@@ -130,8 +130,11 @@ class Refresher:
         self.recordings = 0
 
     def forget(self) -> None:
-        """Something moved that nobody can see: no staging buffer is patched before it was filled whole."""
+        """Something moved that nobody can see: no staging buffer is patched before it was filled whole, and buffers may
+        be elsewhere."""
         self.ring.forget()
+        for binding in self.bindings:
+            binding.doubt()
 
     def refresh(self, masks: Masks, ledger: Ledger) -> tuple[list[int], list[int]]:
         """Refresh these resources, producers first, the recipes of a domain in one launch.
@@ -338,7 +341,7 @@ def _readers(ledger: Ledger, mask: int) -> int:
 def _refer(step: _Step, _: StagingBuffer | None) -> Any:
     value = step.resource.of(step.binding.view)
     if value is not None:
-        step.binding.values[step.place] = value
+        step.binding.keep(step.place, value)
     return value
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from operator import le, sub
 from typing import TYPE_CHECKING, ClassVar
-
-from attrs import define, field
 
 from specfsm.domain import Batch
 from specfsm.errors import DraftContentInvalid
@@ -27,23 +26,11 @@ DRAFT_PHASES = (Phase.DRAFT_FORWARD, Phase.DRAFT_REPLAY)
 Hook = Callable[[], None]
 
 
-@define
-class _Rows:
-    """One request.
+class _Valid(dict[int, int]):
+    """Request → rows that are made from its own tokens, wherever they lie; 0 for one that never began."""
 
-    Args:
-        valid: rows that are made from its own tokens, wherever they lie.
-        here: rows whose pages lie in the pool; None where all do.
-        hooks: what waits until the draft's rows reach a length.
-    """
-
-    valid: int
-    here: int | None = None
-    hooks: list[tuple[int, Hook]] = field(factory=list)
-
-    @property
-    def readable(self) -> int:
-        return self.valid if self.here is None else min(self.valid, self.here)
+    def __missing__(self, request: int) -> int:
+        return 0
 
 
 class DraftContent:
@@ -56,7 +43,9 @@ class DraftContent:
     events: ClassVar[tuple[str, ...]] = ("draft_forward", "draft_replay")
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Rows] = {}
+        self._valid = _Valid()
+        self._here: dict[int, int] = {}  # rows whose pages lie in the pool, of requests with pages outside
+        self._hooks: dict[int, list[tuple[int, Hook]]] = {}  # what waits until the draft's rows reach a length
         self._fsm: weakref.ref[Orchestrator] | None = None
 
     def admit(self, fsm: Orchestrator, event: str, batch: Batch | None) -> None:
@@ -66,7 +55,7 @@ class DraftContent:
             DraftContentInvalid: with every such request.
         """
         self._fsm = weakref.ref(fsm)
-        if batch is None or fsm.state in DRAFT_PHASES:
+        if batch is None or fsm.state in DRAFT_PHASES or self._covers(batch):
             return
         short = tuple(
             (request, self.rows(request), kv_len - tokens)
@@ -77,10 +66,17 @@ class DraftContent:
             move = PHASE.find(fsm.state, event)
             raise DraftContentInvalid(fsm.state, event, move.to if move else None, short=short)
 
+    def _covers(self, batch: Batch) -> bool:
+        """Whether it is plain that each request has the rows that `batch` reads. No Python runs for each."""
+        if not self._here.keys().isdisjoint(batch.request_ids):
+            return False
+        read = map(sub, batch.kv_lens, batch.tokens)
+        return all(map(le, read, map(self._valid.__getitem__, batch.request_ids)))
+
     def rows(self, request: int) -> int:
         """Rows of the request that the draft can read: valid, and in the pool. 0 for one that never began."""
-        held = self._rows.get(request)
-        return 0 if held is None else held.readable
+        valid = self._valid[request]
+        return min(valid, self._here.get(request, valid))
 
     # What the engine reports.
 
@@ -94,9 +90,9 @@ class DraftContent:
         Raises:
             ValueError: it is known already.
         """
-        if request in self._rows:
+        if request in self._valid:
             raise ValueError(f"the draft's rows of request {request} are known already: forget it first")
-        self._rows[request] = _Rows(_length(request, rows))
+        self._valid[request] = _length(request, rows)
 
     def wrote(self, lengths: Mapping[int, int]) -> None:
         """The draft ran: each request's rows up to its length are made from tokens that it keeps. Hooks may run.
@@ -111,18 +107,17 @@ class DraftContent:
         if self._drafting:
             raise ValueError("the draft phase is active: report what it wrote when it has been left")
         for request, length in lengths.items():
-            here = self._known(request).here
-            if _length(request, length) > (length if here is None else here):
+            self._require_known(request)
+            if _length(request, length) > self._here.get(request, length):
                 raise ValueError(f"request {request} has pages outside the pool: load_back first")
-        for request, length in lengths.items():
-            self._known(request).valid = length
-        for request in lengths:
-            self._run_hooks(self._known(request))
+        self._valid.update(lengths)
+        for request in filter(self._hooks.__contains__, lengths):
+            self._run_hooks(request)
 
     def cut(self, request: int, length: int) -> None:
         """Rows from `length` on are not the request's any more: rolled back, overwritten, or lost."""
-        held = self._known(request)
-        held.valid = min(held.valid, _length(request, length))
+        self._require_known(request)
+        self._valid[request] = min(self._valid[request], _length(request, length))
 
     def offload(self, request: int, length: int, *, saved: bool) -> None:
         """Rows from `length` on left the pool.
@@ -130,20 +125,22 @@ class DraftContent:
         Args:
             saved: whether the draft's rows went with the target's. If not, they are lost.
         """
-        held = self._known(request)
+        self._require_known(request)
         if saved:
-            held.here = _length(request, length) if held.here is None else min(held.here, length)
+            self._here[request] = min(_length(request, length), self._here.get(request, length))
         else:
             self.cut(request, length)
 
     def load_back(self, request: int) -> None:
         """Every page of it is in the pool again: rows that were saved are readable, the others are lost."""
-        self._known(request).here = None
+        self._require_known(request)
+        self._here.pop(request, None)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """These requests left. Hooks that still wait for them are dropped: `rows` says how much could be saved."""
         for request in request_ids:
-            self._rows.pop(request, None)
+            for known in (self._valid, self._here, self._hooks):
+                known.pop(request, None)
 
     # After the draft phase.
 
@@ -151,10 +148,10 @@ class DraftContent:
         """Run `hook` (save, transfer, publish a prefix) once the draft's cache holds `length` rows too, and no sooner
         than the draft phase is left. At once, if that is now.
         """
-        held = self._known(request)
-        held.hooks.append((_length(request, length), hook))
+        self._require_known(request)
+        self._hooks.setdefault(request, []).append((_length(request, length), hook))
         if not self._drafting:
-            self._run_hooks(held)
+            self._run_hooks(request)
 
     def require(self, request: int, length: int) -> None:
         """For an engine that saves by itself: refuse to take more rows out of the draft's cache than it holds.
@@ -172,17 +169,18 @@ class DraftContent:
         fsm = None if self._fsm is None else self._fsm()
         return fsm is not None and fsm.state in DRAFT_PHASES
 
-    def _run_hooks(self, held: _Rows) -> None:
-        due = [hook for length, hook in held.hooks if length <= held.readable]
-        held.hooks = [each for each in held.hooks if each[0] > held.readable]
-        for hook in due:
-            hook()
+    def _run_hooks(self, request: int) -> None:
+        waiting, rows = self._hooks.pop(request), self.rows(request)
+        left = [each for each in waiting if each[0] > rows]
+        if left:
+            self._hooks[request] = left
+        for length, hook in waiting:
+            if length <= rows:
+                hook()
 
-    def _known(self, request: int) -> _Rows:
-        try:
-            return self._rows[request]
-        except KeyError:
-            raise KeyError(f"nothing is known of the draft's rows of request {request}: begin it first") from None
+    def _require_known(self, request: int) -> None:
+        if request not in self._valid:
+            raise KeyError(f"nothing is known of the draft's rows of request {request}: begin it first")
 
 
 def _length(request: int, length: int) -> int:

@@ -80,12 +80,6 @@ class Flight:
                 yield row, request
 
 
-@define
-class _Record:
-    generation: int
-    life: Life = Life.LIVE
-
-
 class Lifetime:
     """Refuses batches with requests that do not live, results of lives that are over, and pages freed too early.
 
@@ -97,7 +91,8 @@ class Lifetime:
     events: ClassVar[tuple[str, ...]] = ("target_prepare", "draft_forward", "draft_step", "draft_replay")
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
+        self._living: dict[int, int] = {}  # request → its generation
+        self._retired: dict[int, int] = {}  # the same of those whose pages are not freed yet
         self._flights: list[Flight] = []
         self._generations, self._steps = count(1), count(1)
         self._fsm: weakref.ref[Orchestrator] | None = None
@@ -109,14 +104,11 @@ class Lifetime:
             RetiredRequest: with the first such request.
         """
         self._fsm = weakref.ref(fsm)
-        for request in () if batch is None else batch.request_ids:
-            record = self._records.get(request)
-            if record is None or record.life is not Life.LIVE:
-                move = PHASE.find(fsm.state, event)
-                generation = None if record is None else record.generation
-                raise RetiredRequest(
-                    fsm.state, event, move.to if move else None, request=request, generation=generation
-                )
+        if batch is None or all(map(self._living.__contains__, batch.request_ids)):
+            return
+        request = next(each for each in batch.request_ids if each not in self._living)
+        move, generation = PHASE.find(fsm.state, event), self._retired.get(request)
+        raise RetiredRequest(fsm.state, event, move.to if move else None, request=request, generation=generation)
 
     # A request's life.
 
@@ -127,13 +119,13 @@ class Lifetime:
             ValueError: it lives already.
             RetiredRequest: a former life under this id still has pages that may be written.
         """
-        record = self._records.get(request)
-        if record is None:
-            record = self._records[request] = _Record(next(self._generations))
-            return record.generation
-        if record.life is Life.LIVE:
-            raise ValueError(f"request {request} lives already, since generation {record.generation}: retire it first")
-        raise self._refusal("begin", request, record)
+        if request in self._living:
+            since = self._living[request]
+            raise ValueError(f"request {request} lives already, since generation {since}: retire it first")
+        if request in self._retired:
+            raise self._refusal("begin", request)
+        generation = self._living[request] = next(self._generations)
+        return generation
 
     def retire(self, request_ids: Iterable[int]) -> None:
         """These requests finished, or were preempted or aborted: from now on no result of theirs counts.
@@ -142,21 +134,21 @@ class Lifetime:
             KeyError: one of them does not live; none is retired.
         """
         requests = tuple(dict.fromkeys(request_ids))
-        gone = [each for each in requests if each not in self._records or self._records[each].life is not Life.LIVE]
+        gone = [each for each in requests if each not in self._living]
         if gone:
             raise KeyError(f"requests {gone} do not live: they never began, or were retired already; retire each once")
         for request in requests:
-            self._records[request].life = Life.RETIRED
+            self._retired[request] = self._living.pop(request)
 
     def counts(self, request: int, generation: int) -> bool:
         """Whether this life of the request goes on."""
-        record = self._records.get(request)
-        return record is not None and record.life is Life.LIVE and record.generation == generation
+        return self._living.get(request) == generation
 
     def life(self, request: int) -> Life:
         """Where the request is in its life. One that never began counts as freed: it has no pages."""
-        record = self._records.get(request)
-        return Life.FREED if record is None else record.life
+        if request in self._living:
+            return Life.LIVE
+        return Life.RETIRED if request in self._retired else Life.FREED
 
     # What is in flight.
 
@@ -170,12 +162,12 @@ class Lifetime:
             KeyError: one of them does not live.
         """
         requests = tuple(request_ids)
-        gone = [each for each in requests if self.life(each) is not Life.LIVE]
+        gone = [each for each in requests if each not in self._living]
         if gone:
             raise KeyError(
                 f"requests {gone} do not live: nothing is launched for them; leave them out, or begin() them"
             )
-        rows = tuple((each, self._records[each].generation) for each in requests)
+        rows = tuple((each, self._living[each]) for each in requests)
         flight = Flight(self, next(self._steps), rows, done)
         self._flights.append(flight)
         return flight
@@ -184,12 +176,10 @@ class Lifetime:
         """The retired requests whose pages may be freed now: nothing in flight can write to them. Each is told once."""
         self._flights = [flight for flight in self._flights if not flight.landed]
         passed = tuple(
-            request
-            for request, record in self._records.items()
-            if record.life is Life.RETIRED and not self._holders(request) and request not in self._drafting()
+            request for request in self._retired if not self._holders(request) and request not in self._drafting()
         )
         for request in passed:
-            del self._records[request]
+            del self._retired[request]
         return passed
 
     def require_free(self, request: int, ends: bool = True) -> None:
@@ -202,18 +192,17 @@ class Lifetime:
         Raises:
             RetiredRequest: it lives, or something in flight may still write to its pages.
         """
-        record = self._records.get(request)
-        if record is None:
+        if self.life(request) is Life.FREED:
             return
         if ends or self._holders(request) or request in self._drafting():
-            raise self._refusal("free", request, record)
+            raise self._refusal("free", request)
 
-    def _refusal(self, event: str, request: int, record: _Record) -> RetiredRequest:
+    def _refusal(self, event: str, request: int) -> RetiredRequest:
         return RetiredRequest(
-            record.life,
+            self.life(request),
             event,
             request=request,
-            generation=record.generation,
+            generation=self._living.get(request, self._retired.get(request)),
             steps=self._holders(request),
             drafting=request in self._drafting(),
         )

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from specfsm.backends.resource import Buffer
 from specfsm.domain import NOBODY, SHARED, Batch, Domain, Geometry, KVManager, OwningKVManager
 from specfsm.errors import PaddingViolated, UnknownMetadata
@@ -78,11 +80,12 @@ class Padding:
         page_size = manager.geometry.tokens_per_block
         self._fits[domain] = {row: page_size * len(held) for row, held in pages.items()}
         mine = self.reserved | batch.dummies
+        reached = [(row, page) for row, held in pages.items() for page in held]
         for own in owners.values():
-            for row, held in pages.items():
-                for page in held:
-                    if int(own[page]) not in mine:
-                        yield row, batch.request_ids[row], page, _somebody(own[page])
+            holders = torch.as_tensor(own)[[page for _, page in reached]].tolist()
+            for (row, page), holder in zip(reached, holders, strict=True):
+                if holder not in mine:
+                    yield row, batch.request_ids[row], page, _somebody(holder)
         if batch.rows > len(batch):
             for page, owner in _sentinels(tables, owners, manager.geometry):
                 if owner != NOBODY and owner not in mine:
@@ -91,9 +94,8 @@ class Padding:
 
     def _short(self, domain: Domain, batch: Batch) -> Iterator[Reached]:
         """The dummies that have no page for a token of theirs: behind its pages a row holds the sentinel."""
-        fits = self._fits[domain]
-        for row in batch.dummy_rows:
-            if batch.kv_lens[row] > fits[row]:
+        for row, fits in self._fits[domain].items():
+            if batch.kv_lens[row] > fits:
                 yield row, batch.request_ids[row], None, None
 
 
@@ -115,8 +117,9 @@ def _pages(manager: KVManager, batch: Batch) -> dict[int, list[int]]:
     if not batch.dummies:
         return {}
     rows, table, scale = manager.arrange(batch.request_ids), manager.host_block_offsets, manager.geometry.index_scale
-    entries = {row: table[0, rows[row], 0].tolist() for row in batch.dummy_rows}
-    return {row: [entry // scale for entry in held if entry >= 0] for row, held in entries.items()}
+    mine = batch.dummy_rows
+    entries = table[0, [rows[row] for row in mine], 0].tolist()
+    return {row: [entry // scale for entry in held if entry >= 0] for row, held in zip(mine, entries, strict=True)}
 
 
 def _sentinels(tables: Iterable[Buffer], owners: Mapping[str, Any], geometry: Geometry) -> Iterator[tuple[int, int]]:
@@ -128,5 +131,5 @@ def _sentinels(tables: Iterable[Buffer], owners: Mapping[str, Any], geometry: Ge
             yield page, int(owners[space.pool][page])
 
 
-def _somebody(owner: Any) -> int | str | None:
-    return {NOBODY: None, SHARED: "several"}.get(int(owner), int(owner))
+def _somebody(owner: int) -> int | str | None:
+    return {NOBODY: None, SHARED: "several"}.get(owner, owner)

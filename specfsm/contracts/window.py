@@ -7,6 +7,7 @@ window overwrites it. So a window's need is its last place if everything were ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import sub
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define, field
@@ -24,7 +25,8 @@ __all__ = ["Capacity", "Window", "crowded"]
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
 Capacity = Callable[[int], int]
-"""Request → tokens that fit the pages it holds in one domain."""
+"""Request → tokens that fit the pages it holds in one domain. Asked of each request at each event: a look-up in a
+dictionary (its ``__getitem__``) costs a tenth of a function."""
 
 
 @define
@@ -67,6 +69,9 @@ class Window:
     def shortages(self, event: str, batch: Batch) -> Iterator[tuple[int, Domain, int, int]]:
         """(request, domain, tokens needed, tokens that fit) wherever the first exceeds the second."""
         for domain, capacity, ahead in self._asked(event):
+            spare = map(sub, map(capacity, batch.request_ids), batch.kv_lens)  # no Python runs for each request
+            if min(spare, default=ahead) >= ahead:
+                continue
             for request, kv_len in zip(batch.request_ids, batch.kv_lens, strict=True):
                 fits = capacity(request)
                 if kv_len + ahead > fits:

@@ -83,6 +83,7 @@ class PagedKVCache:
         pool: [slots, layers, planes, tokens a block, KV heads, head dim].
         extra: name → uint8 [layers, slots, bytes].
         host_block_offsets: int32 [1, max_requests, planes, blocks], host; see `KVManager`.
+        capacity: request → tokens that fit its pages; a look-up, since it is asked of each request at each event.
         may_free: asked before a request's pages are given back, and told whether the request ends with them; refuses by
             raising.
     """
@@ -123,6 +124,8 @@ class PagedKVCache:
         self._slot_of: dict[int, int] = {}
         self._host_of: dict[int, int] = {}
         self._owned: dict[int, _Owned] = {}
+        self._room: dict[int, int] = {}
+        self.capacity: Callable[[int], int] = self._room.__getitem__
         self._sharers: dict[int, int] = {}  # of each block that several requests hold, how many do beside the first
         self.prefixes = Prefixes()
         self._owners = array("q", [NOBODY]) * g.blocks_in_primary_pool
@@ -152,10 +155,6 @@ class PagedKVCache:
         """The request's raw block ids: names, not places."""
         return tuple(self._owned[request].blocks)
 
-    def capacity(self, request: int) -> int:
-        """Tokens that fit the request's pages."""
-        return len(self._owned[request].blocks) * self.geometry.tokens_per_block
-
     def page_owners(self, pool: str) -> torch.Tensor:
         """The request that holds each slot, see `specfsm.OwningKVManager`: the same in every pool. A view, kept up to
         date by whatever takes a slot or gives it back."""
@@ -169,7 +168,7 @@ class PagedKVCache:
             raise ValueError(f"request {request} is in the cache already")
         if not self._free_rows:
             raise PoolExhausted(f"all {self.max_requests} rows of the cache are taken")
-        self._owned[request] = _Owned(self._free_rows.pop(0))
+        self._owned[request], self._room[request] = _Owned(self._free_rows.pop(0)), 0
 
     def reserve(self, request: int, tokens: int) -> None:
         """Make room for `tokens` tokens of the request in all. Pages are only ever added.
@@ -267,6 +266,7 @@ class PagedKVCache:
         """Give all pages of the request back, and its row, if `may_free` lets it."""
         self.may_free(request, True)
         owned = self._owned.pop(request)
+        del self._room[request]
         self._give_back(owned)
         self._free_rows.append(owned.row)
         if self.geometry.row_order is RowOrder.SLOT:
@@ -341,18 +341,20 @@ class PagedKVCache:
 
     def arrange(self, request_ids: Sequence[int]) -> list[int]:
         """The row of each request. A batch-ordered cache first writes its rows in this order."""
-        unknown = [request for request in request_ids if request not in self._owned]
-        if unknown:
+        order = tuple(request_ids)
+        if order == self._order:  # of a batch-ordered cache, and nobody in it has left
+            return list(range(len(order)))
+        if not all(map(self._owned.__contains__, order)):
+            unknown = [request for request in order if request not in self._owned]
             raise KeyError(f"requests {unknown} hold nothing in this cache")
         if self.geometry.row_order is RowOrder.SLOT:
-            return [self._owned[request].row for request in request_ids]
-        if self._order != tuple(request_ids):
-            self.host_block_offsets.fill_(-1)
-            for row, request in enumerate(request_ids):
-                self._write_row(row, request)
-            self._order = tuple(request_ids)
-            self._log.write_all()
-        return list(range(len(request_ids)))
+            return [self._owned[request].row for request in order]
+        self.host_block_offsets.fill_(-1)
+        for row, request in enumerate(order):
+            self._write_row(row, request)
+        self._order = order
+        self._log.write_all()
+        return list(range(len(order)))
 
     def changed_rows(self, since: int | None) -> tuple[int, torch.Tensor | None]:
         """The version of the table, and which of its rows were written since it had another one."""
@@ -360,6 +362,7 @@ class PagedKVCache:
 
     def _changed(self, request: int) -> None:
         self.blocks_version += 1
+        self._room[request] = len(self._owned[request].blocks) * self.geometry.tokens_per_block
         if self.geometry.row_order is RowOrder.SLOT:
             self._write_row(self._owned[request].row, request)
         elif request in self._order:

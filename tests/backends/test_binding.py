@@ -1,7 +1,8 @@
-"""One domain of a bound backend: the stages of a refresh, what declines, and buffers bound anew."""
+"""One domain of a bound backend: what its refresh is made of, what it shows, and its epoch."""
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from specfsm.backends.backend import Backend
 from specfsm.backends.resource import DomainView
 from specfsm.domain import Domain
 from specfsm.states.resource import bits
-from tests.toys import BACKENDS, BATCH, RESOURCES, world
+from tests.toys import BACKENDS, BATCH, RESOURCES, Injected, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -65,3 +66,42 @@ def test_view_shows_what_resources_are_in_its_domain() -> None:
     view = binding.view
     with pytest.raises(KeyError, match="rows: this view is of no bound backend"):
         DomainView(view.domain, view.manager, view.geometry, None, view.axes).value("rows")
+
+
+# The epoch: what a graph's contract is proven by.
+
+
+def test_epoch_moves_when_a_pointer_is_replaced_and_never_returns() -> None:
+    """Not by a refresh that finds the same value, nor by tables that are written; by an undo too, to a new one."""
+    at = world("trtllm")
+    binding = at.fsm.bindings[TARGET]
+    epochs = [binding.epoch]
+    at.prepare()
+    epochs.append(binding.epoch)
+    at.target.swap()
+    at.prepare(attrs.evolve(BATCH, kv_lens=(9, 8, 8)))
+    assert binding.epoch == epochs[-1]
+    values = [*binding.values]
+    at.target.pool_pointers, at.target.generation = (0x9000,), 7
+    at.fuse.arm("launch")
+    with pytest.raises(Injected):
+        at.prepare()
+    at.fuse.disarm()
+    assert all(now is was for now, was in zip(binding.values, values, strict=True))
+    epochs.append(binding.epoch)
+    at.prepare()
+    epochs.append(binding.epoch)
+    assert epochs == sorted({*epochs})
+
+
+def test_no_two_bindings_share_an_epoch() -> None:
+    """Nor does what an undo puts back have the one of what it undid."""
+    target, draft = world("trtllm").fsm.bindings
+    other = world("trtllm").fsm.bindings[TARGET]
+    epochs = [target.epoch, draft.epoch, other.epoch]
+    view, values = target.view, [*target.values]
+    target.keep(target.places["tokens_per_block"], 8)
+    epochs.append(target.epoch)
+    target.put_back(view, values)
+    assert target.values == values
+    assert len({*epochs, target.epoch}) == 5

@@ -173,6 +173,30 @@ def test_hooks_of_a_request_that_left_never_run() -> None:
     assert saved == []
 
 
+def test_request_that_left_takes_all_that_was_known_of_it() -> None:
+    """The next one under its id has no pages outside the pool."""
+    content = holding()
+    content.offload(7, 2, saved=True)
+    content.forget([7])
+    content.begin(7, BEFORE)
+    assert content.rows(7) == BEFORE
+    drafts(prepared(content))
+
+
+def test_pages_outside_the_pool_are_their_requests_business() -> None:
+    """A request that is not in the batch may be away; one that is in it is judged by what is there."""
+    content = holding()
+    at = prepared(content)
+    content.begin(8, 9)
+    content.offload(8, 1, saved=True)
+    content.offload(9, BEFORE, saved=True)
+    drafts(at)
+    content.offload(9, BEFORE - 1, saved=True)
+    at.fsm.target_prepare(BATCH)
+    error = refused(at.fsm, DraftContentInvalid, lambda: at.fsm.draft_forward(BATCH))
+    assert error.short == ((9, BEFORE - 1, BEFORE),)
+
+
 # What it cannot take.
 
 FAULTS: dict[str, tuple[Callable[[DraftContent], object], type[Exception], str]] = {

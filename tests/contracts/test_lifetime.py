@@ -134,8 +134,9 @@ def test_id_begins_again_only_when_its_pages_are_free() -> None:
     lifetime = living(7)
     flight = lifetime.launch([7])
     lifetime.retire([7])
-    with pytest.raises(RetiredRequest, match=f"step {flight.step} in flight"):
+    with pytest.raises(RetiredRequest, match=f"step {flight.step} in flight") as caught:
         lifetime.begin(7)
+    assert (caught.value.generation, caught.value.state) == (1, Life.RETIRED)
     flight.land()
     lifetime.fence()
     assert lifetime.begin(7) == 2
@@ -157,7 +158,7 @@ def test_batch_with_a_retired_request_is_refused(event: str) -> None:
     before = snapshot(at.fsm)
     with pytest.raises(RetiredRequest) as caught:
         getattr(at.fsm, event)(BATCH)
-    assert (caught.value.request, caught.value.event) == (9, event)
+    assert (caught.value.request, caught.value.generation, caught.value.event) == (9, 3, event)
     assert before.differences(snapshot(at.fsm)) == []
 
 

@@ -183,6 +183,15 @@ def test_pool_of_which_nothing_is_told_is_not_judged() -> None:
     at.fsm.target_prepare(BATCH)
 
 
+def test_manager_may_tell_in_a_list() -> None:
+    at = build()
+    at.fsm.target_prepare(BATCH)
+    steal(at, TARGET, -1, at.target.slots[7][0])
+    owners = at.target.page_owners("kv").tolist()
+    at.target.page_owners = lambda pool: owners  # type: ignore[assignment, method-assign, return-value]
+    assert refused(at, "target_prepare", BATCH).owner == 7
+
+
 def test_idle_batch_is_an_ordinary_batch() -> None:
     """Dummies alone, and padded rows behind them, run through both caches."""
     at = build("deepseek_v4")

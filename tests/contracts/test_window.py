@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from specfsm.contracts.window import Window, crowded
-from specfsm.domain import Domain
+from specfsm.domain import Batch, Domain
 from specfsm.errors import WindowOverflow
 from specfsm.states.phase import Phase
 from tests import toys
@@ -89,6 +89,20 @@ def test_without_a_draft_only_the_target_is_asked() -> None:
     window = Window(lambda _: 8, None, draft_len=DRAFT_LEN)
     assert list(window.shortages("target_prepare", BATCH)) == []
     assert list(window.shortages("draft_forward", BATCH)) == []
+
+
+def test_batch_of_nobody_is_short_of_nothing() -> None:
+    window = Window({}.__getitem__, {}.__getitem__, draft_len=DRAFT_LEN)
+    assert list(window.shortages("target_prepare", Batch((), (), ()))) == []
+
+
+def test_each_request_is_asked_at_each_event() -> None:
+    """Nothing is kept of what fitted before: a look-up in whatever the engine has by then."""
+    room = dict.fromkeys(REQUESTS, 11)
+    window = Window(room.__getitem__, room.__getitem__, draft_len=DRAFT_LEN)
+    assert list(window.shortages("target_prepare", BATCH)) == []
+    room[9] = 10
+    assert list(window.shortages("target_prepare", BATCH)) == [(9, DRAFT, 11, 10)]
 
 
 def test_draft_length_may_change_between_steps() -> None:

@@ -209,6 +209,26 @@ def test_batch_ordered_rows_follow_the_batch() -> None:
     assert torch.equal(made.host_block_offsets[:, :2], first[:, [1, 0]])
 
 
+@pytest.mark.parametrize("order", RowOrder)
+def test_nothing_is_known_of_a_request_that_was_freed(order: RowOrder) -> None:
+    """Neither its row nor its room; and one that comes back under its id has its own pages in the table."""
+    made = cache(order)
+    for request in (1, 2):
+        made.add(request)
+        made.reserve(request, 4)
+    made.arrange((1, 2))
+    made.free(2)
+    with pytest.raises(KeyError, match=r"requests \[2\] hold nothing"):
+        made.arrange((1, 2))
+    with pytest.raises(KeyError):
+        made.capacity(2)
+    made.add(2)
+    assert made.capacity(2) == 0
+    made.reserve(2, 8)
+    rows = made.arrange((1, 2))
+    assert [int((made.host_block_offsets[0, row, 0] >= 0).sum()) for row in rows] == [1, 2]
+
+
 def test_slot_ordered_rows_stay() -> None:
     """A request keeps its row for life; the batch only looks it up."""
     made = cache(RowOrder.SLOT)
