@@ -68,7 +68,7 @@ class DraftContent:
 
     def _covers(self, batch: Batch) -> bool:
         """Whether it is plain that each request has the rows that `batch` reads. No Python runs for each."""
-        if not self._here.keys().isdisjoint(batch.request_ids):
+        if self._here and not self._here.keys().isdisjoint(batch.request_ids):
             return False
         read = map(sub, batch.kv_lens, batch.tokens)
         return all(map(le, read, map(self._valid.__getitem__, batch.request_ids)))
