@@ -139,7 +139,7 @@ def ten() -> Backend:
     table: dict[str, Any] = {"dtype": "int32", "shape": ("S", "B"), "space": SLOTS, "reads": ("base", "rows")}
     recipe = GatherTable(base="base", rows="rows", unit=Unit.SLOT)
     base: dict[str, Any] = {"dtype": "int32", "shape": ("P", "R", "Q", "B"), "space": ENTRIES, "attribute": None}
-    rows: dict[str, Any] = {"dtype": "int32", "shape": ("S",), "host_attribute": "host_rows"}
+    rows: dict[str, Any] = {"dtype": "int32", "shape": ("S",), "sentinel": -1, "host_attribute": "host_rows"}
     return Backend(
         "ten",
         (
@@ -147,7 +147,7 @@ def ten() -> Backend:
             Pointer("num_contexts", reads=("batch",), of=lambda view: view.batch.num_contexts if view.batch else 0),
             Staged("base", reads=("manager", "blocks", "batch"), fill=fill, **base),
             Staged("rows", reads=("manager", "blocks", "batch"), fill=fill, space=ROWS, **rows),
-            Staged("kv_lens", reads=("batch", "lengths"), fill=fill, dtype="int32", shape=("S",)),
+            Staged("kv_lens", reads=("batch", "lengths"), fill=fill, dtype="int32", shape=("S",), sentinel=0),
             Alias("kv_lens_runtime", of="kv_lens", reads=("batch",), derive=lambda lens, view: lens[: len(view.batch)]),
             Table("block_ids", recipe=recipe, **table),
             Table("kv_block_ids", recipe=recipe, **table),
@@ -197,11 +197,11 @@ def figures(rounds: int) -> list[Figure]:
     ]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=21, help="rounds of each measurement (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     measured = figures(arguments.rounds)
     rows = [

@@ -85,6 +85,7 @@ class _Row:
         refreshes: whether it refreshes anything, and so needs a batch.
         activates: whether the metadata may have to be exchanged.
         intact: whether the target must not have been written meanwhile.
+        asked: whether contracts, or the tensors themselves, are asked before it.
     """
 
     source: Phase
@@ -97,6 +98,7 @@ class _Row:
     refreshes: bool
     activates: bool
     intact: bool
+    asked: bool
 
 
 _Ahead = tuple[Batch, Graph | None]
@@ -196,11 +198,14 @@ class Orchestrator:
         self.bindings = self._bind(target, target if self.unified else draft, event)
         self.switch = Switch(metadata, *self.bindings, self._masks(drop))
         self.machine = Compiled(PHASE, compile_machine(build(PHASE, observer), PHASE))
-        self._driven = {pair: _row(pair[0], arc) for pair, arc in self.machine.arcs.items()}
-        self._recorded = {pair: _recorded(row) for pair, row in self._driven.items() if row.path is not Path.REPLAY}
-        self._rows = self._driven
         asked = (*PHASE.events, "record")
         self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in asked}
+        self._driven = {
+            (source, event): _row(source, arc, bool(self.contracts[event]) or self.check > STAMPS)
+            for (source, event), arc in self.machine.arcs.items()
+        }
+        self._recorded = {pair: _recorded(row) for pair, row in self._driven.items() if row.path is not Path.REPLAY}
+        self._rows = self._driven
         self.asked: Graph | None = None
         self.trace = trace if trace is not None else Trace()
         self.trace.names = self.ledger.names
@@ -225,6 +230,7 @@ class Orchestrator:
         self.recording: Graph | None = None
         self.validation = Validation(self, mode, event) if self.check >= CONTENTS else None
         self.poison = Poison(self) if poison else None
+        self._watched = self.validation is not None or poison
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.adopt()
 
@@ -582,7 +588,7 @@ class Orchestrator:
                     self._pull(binding)
             if ahead is not None:
                 self._foresee(row, ahead[0])
-            if self.contracts[event] or graph is not None or self.check is not STAMPS:
+            if row.asked or graph is not None:
                 self._admit(row, binding, batch, graph)
             if row.before:
                 _call(row.before)
@@ -617,16 +623,21 @@ class Orchestrator:
             machine.state = row.to
             if row.after:
                 _call(row.after)
-            if self.validation is not None:
-                self.validation.commit()
-            if self.poison is not None:
-                self.poison.fill(graph)
+            if self._watched:
+                self._watch(graph)
         except BaseException as error:
             self._undo(row, error)
             raise
         finally:
             self._thread = caller
         self.trace.append((event, row.to, started, perf_counter_ns(), work))
+
+    def _watch(self, graph: Graph | None) -> None:
+        """A transition is through: what was enqueued to validate it counts, and what it made stale is poisoned."""
+        if self.validation is not None:
+            self.validation.commit()
+        if self.poison is not None:
+            self.poison.fill(graph)
 
     def _admit(self, row: _Row, binding: Binding, batch: Batch | None, graph: Graph | None) -> None:
         """Step 2, what not every engine asks for: contracts, a graph's contract, and the tensors themselves."""
@@ -917,7 +928,7 @@ def _call(callbacks: Iterable[Callback]) -> None:
         callback()
 
 
-def _row(source: Any, arc: Arc) -> _Row:
+def _row(source: Any, arc: Arc, asked: bool) -> _Row:
     move = arc.move
     to: Any = move.to
     return _Row(
@@ -931,6 +942,7 @@ def _row(source: Any, arc: Arc) -> _Row:
         refreshes=bool(move.refreshes),
         activates=move.activates is not None,
         intact=Requirement.TARGET_INTACT in move.requires,
+        asked=asked,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decode, handwritten, host_part, levels, phase_switch, whole_loop
+from benchmarks import bookkeeping, decode, handwritten, host_part, levels, phase_switch, whole_loop
 from specfsm.domain import Batch, Domain
 from tests.decode import conftest as tiny
 
@@ -161,6 +161,19 @@ def test_host_executes_little() -> None:
     limits = {"all stale": (6500, 90), "typical": (4700, 60), "nothing stale": (1500, 18), "typical, ahead": (1500, 18)}
     for contender, limit in limits.items():
         assert all(0 < count <= most for count, most in zip(counts[contender], limit, strict=True)), counts
+
+
+# Bookkeeping.
+
+
+def test_bookkeeping_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """With few repetitions: whether it runs, over backends that are still whole."""
+    timed = bookkeeping.timed
+    monkeypatch.setattr(bookkeeping, "timed", lambda body, rounds, repeats, calls=1: timed(body, rounds, 3, calls))
+    assert bookkeeping.main(["--rounds", "2", "--json", str(tmp_path / "book.json")]) == 0
+    figures = json.loads((tmp_path / "book.json").read_text())["figures"]
+    assert [each["what"] for each in figures][3] == "step, 10 resources (ten), checks stamps"
+    assert "under 5 µs" in capsys.readouterr().out
 
 
 # A decode loop.
