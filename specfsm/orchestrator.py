@@ -85,7 +85,6 @@ class _Row:
         refreshes: whether it refreshes anything, and so needs a batch.
         activates: whether the metadata may have to be exchanged.
         intact: whether the target must not have been written meanwhile.
-        asked: whether contracts, or the tensors themselves, are asked before it.
     """
 
     source: Phase
@@ -98,7 +97,6 @@ class _Row:
     refreshes: bool
     activates: bool
     intact: bool
-    asked: bool
 
 
 _Ahead = tuple[Batch, Graph | None]
@@ -192,6 +190,7 @@ class Orchestrator:
         self.metadata = metadata
         self.backend = backend or backend_for(metadata)
         self.check = Check.named(check if check is not None else os.environ.get("SPECFSM_CHECK", "stamps"))
+        self._looks = self.check > STAMPS
         self.guard = guard
         self.unified = draft if isinstance(draft, UnifiedCache) else self.backend.unified
         self.ledger = self.backend.ledger()
@@ -200,10 +199,7 @@ class Orchestrator:
         self.machine = Compiled(PHASE, compile_machine(build(PHASE, observer), PHASE))
         asked = (*PHASE.events, "record")
         self.contracts = {name: tuple(each for each in contracts if name in each.events) for name in asked}
-        self._driven = {
-            (source, event): _row(source, arc, bool(self.contracts[event]) or self.check > STAMPS)
-            for (source, event), arc in self.machine.arcs.items()
-        }
+        self._driven = {pair: _row(pair[0], arc) for pair, arc in self.machine.arcs.items()}
         self._recorded = {pair: _recorded(row) for pair, row in self._driven.items() if row.path is not Path.REPLAY}
         self._rows = self._driven
         self.asked: Graph | None = None
@@ -588,7 +584,7 @@ class Orchestrator:
                     self._pull(binding)
             if ahead is not None:
                 self._foresee(row, ahead[0])
-            if row.asked or graph is not None:
+            if self.contracts[event] or graph is not None or self._looks:
                 self._admit(row, binding, batch, graph)
             if row.before:
                 _call(row.before)
@@ -928,7 +924,7 @@ def _call(callbacks: Iterable[Callback]) -> None:
         callback()
 
 
-def _row(source: Any, arc: Arc, asked: bool) -> _Row:
+def _row(source: Any, arc: Arc) -> _Row:
     move = arc.move
     to: Any = move.to
     return _Row(
@@ -942,7 +938,6 @@ def _row(source: Any, arc: Arc, asked: bool) -> _Row:
         refreshes=bool(move.refreshes),
         activates=move.activates is not None,
         intact=Requirement.TARGET_INTACT in move.requires,
-        asked=asked,
     )
 
 
