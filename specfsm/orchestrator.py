@@ -1002,6 +1002,12 @@ def _require_room(event: str, batch: Batch | None, binding: Binding) -> None:
             f"{event}: a batch of {batch.rows} rows does not fit the {limit} rows of the buffers: split it, "
             "or allocate them for more (Sizes.max_sequences) and build another Orchestrator"
         )
+    most = binding.most_tokens
+    if most is not None and batch.num_tokens > most:
+        raise ValueError(
+            f"{event}: a batch of {batch.num_tokens} tokens does not fit the {most} tokens of the buffers: split it, "
+            "or allocate them for more (Sizes.max_tokens) and build another Orchestrator"
+        )
 
 
 def _require_bound(resource: str, binding: Binding, place: int, value: Any) -> None:

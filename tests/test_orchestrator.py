@@ -206,6 +206,22 @@ def test_batch_that_does_not_fit_is_refused_before_anything_changes() -> None:
     assert was.differences(snapshot(at.fsm)) == []
 
 
+@pytest.mark.parametrize("backend", ["dsa", "trtllm"])
+def test_batch_of_more_tokens_than_the_mappings_have_is_refused(backend: str) -> None:
+    """DSA's would leave out the last ones; who has no entry for each token takes any number."""
+    at = world(backend)
+    at.prepare()
+    many = Batch(BATCH.request_ids, (8, 8, 8), (8, 8, 1))
+    if backend == "trtllm":
+        at.fsm.target_prepare(many)
+        return
+    for event in (lambda: at.fsm.target_prepare(many), lambda: at.fsm.target_prepare(draft=many)):
+        was = snapshot(at.fsm)
+        with pytest.raises(ValueError, match="a batch of 17 tokens does not fit the 16 tokens of the buffers"):
+            event()
+        assert was.differences(snapshot(at.fsm)) == []
+
+
 def test_batches_default_to_what_is_current() -> None:
     """The target's to its last one, the draft's to the target's, a step's to the next step's."""
     at = world()

@@ -164,13 +164,7 @@ def infer_sizes(backend: Backend, metadata: Any) -> tuple[Sizes, torch.device]:
         device = buffer.device
         for axis, extent in zip(resource.shape, buffer.shape, strict=False):
             _solve(str(axis), extent, extents)
-    needed = {
-        letter
-        for r in backend.resources
-        if isinstance(r, Buffer)
-        for axis in r.shape
-        for letter in str(axis).split("*")
-    }
+    needed = {letter for each in backend.resources if isinstance(each, Buffer) for letter in each.letters}
     lacking = sorted(needed & {"S", "T", "C"} - extents.keys())
     if lacking:
         raise UnknownMetadata(

@@ -36,6 +36,7 @@ class Binding:
         values: by place, what a switch puts on the metadata: buffers, references, views; None where none is made yet.
         hosts: by place, the host half that was filled last, of each Staged whose host half the metadata carries.
         side: the domain as an index.
+        most_tokens: tokens of a batch that the buffers have room for; None where none has an entry for each token.
         staged: places of everything that is staged.
         tasks: place of each recipe resource → its bit in the launch's mask.
         before, launched, after: masks of what is refreshed before the launch, in it, and after it.
@@ -74,6 +75,8 @@ class Binding:
                 tuple(offenders),
                 "let backend.allocate(metadata, target, draft, sizes, device) make them, or correct the engine's",
             )
+        axes_of = {letter for each in backend.resources if isinstance(each, Buffer) for letter in each.letters}
+        self.most_tokens = axes["T"] if "T" in axes_of else None
         self.staged = tuple(
             place
             for place, resource in enumerate(backend.resources)

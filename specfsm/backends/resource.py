@@ -195,7 +195,12 @@ class Buffer(Resource):
     @property
     def follows_rows(self) -> bool:
         """Whether it has an entry for each row, or each token, of the batch."""
-        return any(letter in "ST" for axis in self.shape for letter in str(axis).split("*"))
+        return not self.letters.isdisjoint("ST")
+
+    @property
+    def letters(self) -> set[str]:
+        """The axes of its shape."""
+        return {letter for axis in self.shape for letter in str(axis).split("*")}
 
 
 @frozen

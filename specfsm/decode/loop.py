@@ -153,7 +153,7 @@ class DecodeLoop(Lifecycle):
         settings, backend = self.settings, self.flavour.backend()
         sizes = Sizes(
             max_sequences=settings.max_requests,
-            max_tokens=max(settings.max_tokens, settings.max_requests * settings.window),
+            max_tokens=settings.max_requests * self.limit,  # all prefilled at once, or their draft rows made anew
             max_draft_len=settings.draft_len,
         )
         backend.allocate(self.metadata, self.cache, self.draft_cache, sizes, settings.device)

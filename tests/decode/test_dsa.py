@@ -178,6 +178,14 @@ def test_with_all_tokens_picked_it_is_dense() -> None:
     assert loop.run() == {request: reference(prompt(40, 44), 19)}
 
 
+def test_every_row_may_be_prefilled_at_once() -> None:
+    """The mappings have room for the tokens of all, not of the longest alone."""
+    loop = DecodeLoop(target(), draft("early-exit"), settings("dsa", max_tokens=40))
+    prompts = [prompt(seed, 30) for seed in (40, 41, 42)]
+    outputs = {loop.submit(each, 6): reference(each, 6) for each in prompts}
+    assert loop.run() == outputs
+
+
 @pytest.mark.usefixtures("narrow")
 def test_narrow_attention_is_not_dense() -> None:
     """Else the tests above would show nothing."""
