@@ -7,6 +7,7 @@ the end is what the engine had before any of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from specfsm.backends.binding import Binding
@@ -175,20 +176,19 @@ class Switch:
 
     def carry(self, binding: Binding, mask: int) -> None:
         """Put new values on the metadata, or, where the other domain is active, into the record of the originals."""
+        if binding is not self.active and binding is not self.target:
+            return
+        put = self._carriers.get(mask) or self._carrier(mask)
         if binding is self.active:
-            (self._carriers.get(mask) or self._carrier(mask))(self.metadata, binding.values, binding.hosts)
+            put(self.metadata, binding.values, binding.hosts)
             return
-        if binding is not self.target:
-            return
-        for place in bits(mask):
-            resource = self.resources[place]
-            for half, attribute in enumerate(resource.attributes):
-                value = binding.hosts.get(place) if half else binding.values[place]
-                value = resource.empty() if value is None else value
-                if attribute in self.attributes:
-                    self._note_original(attribute, value)
-                else:
-                    setattr(self.metadata, attribute, value)
+        originals = SimpleNamespace()
+        put(originals, binding.values, binding.hosts)
+        for attribute, value in vars(originals).items():
+            if attribute in self.attributes:
+                self._note_original(attribute, value)
+            else:
+                setattr(self.metadata, attribute, value)
 
     def _note_original(self, attribute: str, value: Any) -> None:
         assert self.originals is not None, "the originals are recorded while the draft is active"
