@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from attrs import asdict, frozen
 
-from benchmarks.phase_switch import OURS, World, bytecodes, c_calls, contenders, no_collector
+from benchmarks.phase_switch import OURS, Contender, World, bytecodes, c_calls, contenders, no_collector
 from specfsm.explain import text_table
 
 CASES = (("dsa", 64), ("dsa", 1024), ("flash_mla", 64), ("flash_mla", 1024), ("trtllm", 64), ("trtllm", 1024))
@@ -51,18 +51,17 @@ class HostWorld(World):
             for contender in OURS:
                 self.ready(contender)()
 
-    def parts(self, contender: str) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The target's part of the next step of this kind, and the switch."""
+    def upcoming(self, contender: str) -> Contender:
+        """The next step of this kind."""
         if contender != "nothing stale":
             self.advance()
-        made = contenders(self)[contender]
-        return made.ready, made.body
+        return contenders(self)[contender]
 
     def ready(self, contender: str) -> Callable[[], None]:
-        """The target's part, done; what is left is the switch."""
-        prepare, switch = self.parts(contender)
-        prepare()
-        return switch
+        """The target's part of it, done; what is left is the switch."""
+        made = self.upcoming(contender)
+        made.ready()
+        return made.body
 
 
 @frozen
@@ -85,7 +84,7 @@ def measure(name: str, batch: int, rounds: int) -> list[Row]:
     for contender in OURS:
         with no_collector():
             switch = measured(lambda contender=contender: world.ready(contender), rounds)  # type: ignore[misc]
-            step = measured(lambda contender=contender: whole(*world.parts(contender)), rounds)  # type: ignore[misc]
+            step = measured(lambda contender=contender: world.upcoming(contender).step, rounds)  # type: ignore[misc]
         rows.append(Row(name, batch, contender, *switch, *step))
     return rows
 
@@ -99,16 +98,6 @@ def measured(ready: Callable[[], Callable[[], None]], rounds: int) -> tuple[floa
         body()
         times.append((time.perf_counter_ns() - started) / 1e3)
     return statistics.median(times), bytecodes(ready()), c_calls(ready())
-
-
-def whole(*parts: Callable[[], None]) -> Callable[[], None]:
-    """One after the other."""
-
-    def body() -> None:
-        for part in parts:
-            part()
-
-    return body
 
 
 HEAD = ("backend", "batch", "contender", "switch µs", "bytecodes", "C calls", "step µs", "bytecodes", "C calls")
