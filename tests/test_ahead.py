@@ -12,8 +12,7 @@ import torch
 from specfsm.backends.backend import Backend
 from specfsm.domain import Batch, Domain, RowOrder, UnifiedCache
 from specfsm.errors import ContentsViolated, RefreshDeclined, StaleResource
-from tests.backends.test_refresher import Tape
-from tests.toys import BACKENDS, BATCH, OTHER, RESOURCES, World, buffers, refused, snapshot, world
+from tests.toys import BACKENDS, BATCH, OTHER, RESOURCES, Tape, World, buffers, refused, snapshot, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 

@@ -593,3 +593,25 @@ def halves(fsm: Orchestrator, name: str, domain: Domain) -> list[torch.Tensor]:
     """The host half of a staged resource on either side of the ring."""
     slot = fsm.refresher.slots[domain, fsm.ledger.index[name]]
     return [buffer.tensors[slot] for buffer in fsm.refresher.ring.buffers]
+
+
+class Tape:
+    """Stands in for a device's recorder: a replay runs what was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.busy = self.refuses = False
+
+    def capturing(self) -> bool:
+        return self.busy
+
+    def record(self, issue: Callable[[], None]) -> Callable[[], None]:
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            issue()
+
+        return replay

@@ -17,7 +17,7 @@ from specfsm.backends.resource import Alias, DomainView, Staged, Table
 from specfsm.domain import Domain, Unit
 from specfsm.kernels.recipes import GatherTable
 from specfsm.states.transfer import Transfer
-from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, Injected, World, buffers, world
+from tests.toys import BACKENDS, BATCH, RESOURCES, SLOTS, Injected, Tape, World, buffers, world
 
 TARGET, DRAFT = Domain.TARGET, Domain.DRAFT
 
@@ -121,28 +121,6 @@ def test_bound_buffer_is_copied_to_from_then_on() -> None:
 
 
 # A stage that comes again is recorded and replayed.
-
-
-class Tape:
-    """Stands in for a device's recorder: a replay runs what was recorded."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-        self.busy = self.refuses = False
-
-    def capturing(self) -> bool:
-        return self.busy
-
-    def record(self, issue: Callable[[], None]) -> Callable[[], None]:
-        if self.refuses:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.recorded += 1
-
-        def replay() -> None:
-            self.replayed += 1
-            issue()
-
-        return replay
 
 
 def taped(backend: str | Backend = "toy", **options: Any) -> tuple[World, Tape]:
