@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
+from specfsm.backends.refresher import only
 from specfsm.decode.command import DEFAULT_PROMPT
 from specfsm.decode.loop import DecodeLoop, Settings
 from specfsm.decode.model import Model, make_draft
@@ -105,7 +106,7 @@ class ByHand:
         """Refresh all but what the step itself has just corrected on the device: that may not be overwritten."""
         binding.see(batch)
         stale = self.everything & ~self.written[binding.domain] if self.told is None else self.told.popleft()
-        self.refresher.refresh((0, stale) if binding.side else (stale, 0), self.ledger)
+        self.refresher.refresh(only(binding, stale), self.ledger)
         self._carry(binding)
         self.written[binding.domain] = 0
 

@@ -22,7 +22,7 @@ from attrs import define, evolve
 
 from specfsm.backends.backend import Backend, backend_for, infer_sizes
 from specfsm.backends.binding import Binding
-from specfsm.backends.refresher import Refresher
+from specfsm.backends.refresher import Masks, Refresher, only
 from specfsm.backends.resource import Alias, Buffer, DomainView, Path, Pointer, Shared, Table
 from specfsm.backends.script import Script
 from specfsm.backends.staging import Event
@@ -217,6 +217,7 @@ class Orchestrator:
             each.name for each in resources if isinstance(each, Pointer) and {*each.reads} <= {*self.backend.inputs}
         )
         self._kept = self.ledger.mask(each.name for each in resources if each.attribute is None)
+        self._buffers = self.ledger.mask(each.name for each in resources if isinstance(each, Buffer))
         self._own = self.ledger.mask(each.name for each in resources if not isinstance(each, Shared))
         self._windows = (DraftWindow(self, False), DraftWindow(self, True))
         self._mutated = 0
@@ -395,7 +396,7 @@ class Orchestrator:
         if (self.machine.state, "reset") not in self._rows or get_ident() != self._thread:
             raise self._refusal("reset")
         self.switch.reset()
-        for binding in dict.fromkeys(self.bindings):
+        for binding in self.refresher.bindings:
             self._bind_all(binding)
             self.ledger.unbind(binding.domain, self._lazy)
         self._mutated = 0
@@ -476,7 +477,7 @@ class Orchestrator:
         if source not in self.backend.inputs:
             raise KeyError(f"{self.backend.name} has no input {source!r}; it has {', '.join(self.backend.inputs)}")
         self.refresher.forget()
-        for binding in dict.fromkeys(self.bindings if domain is None else (self.bindings[domain],)):
+        for binding in self.refresher.bindings if domain is None else (self.bindings[domain],):
             self.ledger.move(binding.domain, source)
 
     def invalidate(self, resource: str) -> None:
@@ -510,7 +511,7 @@ class Orchestrator:
             )
         # A shared buffer is one: whichever domain binds it, both hold the new one.
         shared = isinstance(self.backend.resources[place], Shared)
-        for each in dict.fromkeys(self.bindings) if shared else (binding,):
+        for each in self.refresher.bindings if shared else (binding,):
             self.refresher.rebind(each, place, tensor)
             self.ledger.bind(each.domain, place)
             self.switch.carry(each, 1 << place)
@@ -529,7 +530,7 @@ class Orchestrator:
 
     def explain(self) -> Explanation:
         """Every resource in both domains: state, stamp, verdict. Prints as a table."""
-        for binding in dict.fromkeys(self.bindings):
+        for binding in self.refresher.bindings:
             self._pull(binding)
         unowned = () if self.validation is None else self.validation.unowned
         return explain(self.backend, self.ledger, self.bindings, self.state, self.domain, self.unified, unowned)
@@ -684,7 +685,7 @@ class Orchestrator:
             due |= self._lazy
         graph.note(binding, steps, binding.batch)
         mask = (ledger.stale[domain] | due) & (steps.refreshable | steps.recorded)
-        written, _ = self.refresher.refresh((0, mask) if domain else (mask, 0), ledger)
+        written, _ = self.refresher.refresh(only(binding, mask), ledger)
         self._take(binding, written[domain])
         stale = ledger.stale[domain] & steps.required
         if self.check and (stale or steps.refused):
@@ -753,9 +754,9 @@ class Orchestrator:
 
     def _give_back(self, steps: Script) -> None:
         """The shared buffers hold the target's contents again, so the draft's are gone."""
-        for place in steps.shared:
-            self.ledger.move(DRAFT, self.ledger.names[place])
-            self._note_versions(self.switch.target, 1 << place)
+        mask = sum(1 << place for place in steps.shared)
+        self.ledger.edit(DRAFT, mask)
+        self._note_versions(self.switch.target, mask)
 
     def _refresh(
         self, move: Move, binding: Binding, stale: int, steps: Script, graph: Graph | None, ahead: int
@@ -766,24 +767,23 @@ class Orchestrator:
         if graph is not None:
             mine = steps.refreshable & ~graph.made[side]
             if stale & mine & self._pointers:
-                written = self._write(side, stale & mine & self._pointers)[side]
+                written = self._write(only(binding, stale & mine & self._pointers))[side]
                 if self.check:
                     require_contract(self, move, graph, binding.batch)
             stale = self.ledger.stale[side] & mine
         also = 0
         if stale or ahead:
-            more = self._write(side, stale, ahead)
+            more = self._write((stale, ahead) if ahead else only(binding, stale))
             written |= more[side]
             also = more[DRAFT] if ahead else 0
         if not written and not also:
             return steps.idle
         return binding.domain, written & ~self._lazy, steps.idle[2] & ~written, also & ~self._lazy
 
-    def _write(self, side: int, stale: int, ahead: int = 0) -> list[int]:
-        """Producers before consumers, all tables of a domain in one launch, and what is due ahead in the draft's along
-        with the target's; for each domain the mask of what was written."""
+    def _write(self, masks: Masks) -> list[int]:
+        """Producers before consumers, all tables of a domain in one launch; for each domain the mask of what was
+        written."""
         self._hold()
-        masks = (0, stale) if side else (stale, ahead)
         attempted = self._attempted
         self._attempted = [attempted[0] | masks[0], attempted[1] | masks[1]]
         written, declined = self.refresher.refresh(masks, self.ledger)
@@ -898,11 +898,8 @@ class Orchestrator:
 
     def _distrust(self) -> None:
         """Buffers were refreshed in place. One that was fresh before may hold what the undone event derived."""
-        ledger = self.ledger
         for domain in Domain:
-            for place in bits(self._attempted[domain] & ~ledger.stale[domain]):
-                if isinstance(self.backend.resources[place], Buffer):
-                    ledger.move(domain, ledger.names[place])
+            self.ledger.edit(domain, self._attempted[domain] & self._buffers & ~self.ledger.stale[domain])
 
     def _fault(self, event: str, error: BaseException, worse: BaseException) -> None:
         """The undo failed too. Observers are told; what they raise joins the group."""

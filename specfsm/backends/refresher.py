@@ -22,10 +22,16 @@ from specfsm.backends.staging import Event, StagingBuffer, StagingRing, events
 from specfsm.domain import Domain
 from specfsm.states.resource import Ledger, bits
 
-__all__ = ["Masks", "Refresher", "no_collection"]
+__all__ = ["Masks", "Refresher", "no_collection", "only"]
 
 Masks = tuple[int, int]
 """Of resources, the target's and the draft's."""
+
+
+def only(binding: Binding, mask: int) -> Masks:
+    """This of one domain, and nothing of the other."""
+    return (0, mask) if binding.side else (mask, 0)
+
 
 RECORD_AFTER = 2
 """Recording takes a millisecond or two: only what ran so often already, on either side of the ring, is recorded."""
