@@ -142,6 +142,15 @@ def test_rebinding_behind_the_machine_is_found(name: str, domain: Domain) -> Non
     at.fsm.target_prepare() if domain is TARGET else at.fsm.restore()
 
 
+def test_tensors_are_looked_at_without_any_contract() -> None:
+    """An engine that gives no rules is held to its level all the same."""
+    at = world(check="tensors", contracts=[])
+    at.round_trip()
+    at.metadata.rows.fill_(1)
+    with pytest.raises(StaleResource, match="rows"):
+        at.prepare()
+
+
 def test_stamps_level_does_not_look_at_tensors() -> None:
     """Integers only: what level "tensors" finds passes."""
     at = world(check="stamps")
